@@ -70,7 +70,7 @@ class Callers:
         return any(work.request.set_id == set_id and not work.done() for work in works)
 
     def status(self) -> dict[str, Any]:
-        """Return for ``reports.deadlock`` whether this rank is blocked, and for how long.
+        """Return whether this rank is blocked, and for how long, for use by ``reports.deadlock``.
 
         Thread: the one stepping the engine.
 

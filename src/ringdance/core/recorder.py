@@ -147,7 +147,7 @@ class Recorder:
         self.words[_WRITTEN] = number + 1
 
     def uncounted(self) -> None:
-        """Stop counting what this engine has exchanged so far."""
+        """Exclude everything that this engine has exchanged so far from the counters."""
         self._batches, self._tensors, self._bytes, waited = self._first
         self.waited = waited / 1e9
         self._small_batches = self._small_bytes = 0

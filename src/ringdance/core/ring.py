@@ -1,4 +1,4 @@
-"""The ring: a rank's last records, in memory that other processes of its host can read.
+"""The ring: a rank's last records, in memory that other processes on its host can read.
 
 Standard library only, so processes that read it start without other packages. Layout, in bytes::
 
@@ -103,7 +103,7 @@ def steps_text(words: memoryview) -> str:
 
 
 def shared_memory() -> mmap.mmap | None:
-    """Return ring memory that other processes of this host can open, or None if there is none (macOS).
+    """Return ring memory that other processes on this host can open, or None if unsupported (macOS).
 
     It counts toward this process's memory, not /dev/shm, and is freed with the last process that maps it.
     """

@@ -324,7 +324,7 @@ class StallWatch:
         )
 
     def look(self, rank: int, before: CpuSample | None = None) -> dict[str, Any]:
-        """Describe a rank of this host from outside: ``text`` and ``stacks``, "" if they are unknown."""
+        """Describe a rank on this host from outside: ``text`` and ``stacks``, "" if they are unknown."""
         state, pid = self._transport.state(rank), self._transport.identities[rank].pid
         here = state == "running" and pid != os.getpid()
         text = describe_threads(pid, before) if here else ""  # before stacks_of, whose signal wakes it

@@ -61,7 +61,7 @@ def as_bytes(array: Array) -> Array:
 def copy_range(
     views: Sequence[Array], bounds: Sequence[int], start: int, stop: int, buffer: Array, outward: bool
 ) -> None:
-    """Copy bytes [start, stop) of the row that ``views`` form to the buffer, or from it (``outward``)."""
+    """Copy bytes [start, stop) of the row that ``views`` form to the buffer, or back if ``outward``."""
     if len(views) == 1:  # the fast path takes a fifth of the time
         if outward:
             views[0][start:stop] = buffer[: stop - start]

@@ -27,7 +27,7 @@ _Posted = tuple[Pending, Callable[[], None] | None]
 
 
 def sends_to_few(members: int) -> bool:
-    """Return True if members send to few others in MPI's own all-reduce, and no more bytes than in blocks.
+    """Return True if MPI's own all-reduce sends fewer messages per member, and no more bytes, than blocks do.
 
     This holds if the number of members is a power of two. Otherwise, some members send twice as much.
     """
@@ -138,8 +138,9 @@ class ChunkPipeline:
         Args:
             lengths: Number of elements of each chunk.
             how: Dtype and operation.
-            load: Fills the array with this member's input for the chunk with the number that is passed.
-            unload: Receives the result and copies it by ``how.deliver``. The array is reused afterwards.
+            load: Called with a chunk's number and an array, which it fills with this member's input.
+            unload: Called with a chunk's number and its result, which it copies by ``how.deliver``. The
+                array is reused afterwards.
         """
         ring, count = self._ring, len(lengths)
         for number in range(count + _IN_FLIGHT):

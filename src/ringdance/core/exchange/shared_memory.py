@@ -192,7 +192,7 @@ class SharedMemoryExchange(Exchange):
     def gather_in_host(
         self, blocks: Blocks, owned: Sequence[Segment], total: Array, outputs: Sequence[Array], how: Reduction
     ) -> Steps:
-        """Copy a reduced chunk to all ranks of this host. ``total`` is this rank's block."""
+        """Copy a reduced chunk to all ranks on this host. ``total`` is this rank's block."""
         buffers, own = self._buffers(how.dtype), self._window.index
         for tensor, start, stop, at, end in owned:
             first = owned[0].at

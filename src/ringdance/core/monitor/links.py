@@ -36,8 +36,8 @@ class Clock:
 
     def __init__(self) -> None:
         self.uncertainty = 0
-        self._trips: deque[tuple[int, int, int]] = deque(maxlen=_TRIPS)  # other clock's time, bounds of ``ahead``
-        self._line = 0, 0.0, 0.0  # the other clock's time, how far it was ahead, rate
+        self._trips: deque[tuple[int, int, int]] = deque(maxlen=_TRIPS)  # its time, bounds of ``ahead``
+        self._line = 0, 0.0, 0.0  # its time, how far it was ahead, its rate
         self._rounds = 0
         self._next = 0.0
 

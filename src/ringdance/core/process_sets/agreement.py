@@ -59,7 +59,7 @@ class VectorLayout:
         self.unnamed_field = ((1 << 2 * _DIGESTS) - 1) << self.unnamed_at
         self.piggyback_at = self.unnamed_at + 2 * _DIGESTS
         self.ready_at = self.piggyback_at + 32
-        # A round in which every pending request is in the cache, and the bits that show it.
+        # The vector of a round in which every pending request is in the cache, and the mask of these fields.
         self.plain = CONTINUE | self.everyone << self.misses_at | self.everyone << self.joined_at
         self.plain_mask = self.plain | HAS_UNNAMED
         self.neutral = (1 << self.piggyback_at) - 1  # every field before the piggybacked entry

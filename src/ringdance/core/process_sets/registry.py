@@ -66,15 +66,15 @@ class ProcessSets:
         registered: All sets by id.
         machines: State machines of this rank's sets, with their generators.
         event_count: Wakes this rank. None if a peer cannot reach it, because it is on another host.
-        on_tune: Computes new values for the set of all ranks, or None, from what each rank has measured (b""
-            for a rank that has joined). None if nothing tunes.
+        on_tune: Computes new values for the set of all ranks, or None, from each rank's measurements (b""
+            for a rank that has joined). None if tuning is off.
 
     Note [Tuning]
         Settings that determine what is executed, and how, are changed by a request like any other, and so at
         one place in the agreed order. The request gathers the ranks' measurements. Each rank computes the new
         values by the same code from the same bytes. Only the set of all ranks changes, because other sets
-        have another order. The new values must not depend on values that may differ between ranks,
-        such as environment variables. Rank 0 sends those that are needed.
+        have another order. The new values must not depend on anything that may differ between ranks, such as
+        their environments. If such a value is needed, rank 0 sends it.
 
     Note [Groups that are destroyed]
         A rank that leaves a group sends the members a note with the number of requests it has submitted.

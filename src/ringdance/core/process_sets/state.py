@@ -47,7 +47,7 @@ class EngineValues(NamedTuple):
     cycle_time: float
     chunk_bytes: int
     wire_bytes: int
-    flat: bool  # True to skip the stage within hosts
+    flat: bool  # if True, skip the stage within hosts
 
 
 def eager_due(since: float, last: float, cycle: float) -> float:
@@ -76,7 +76,7 @@ class ProcessSetState:
         members: Global ranks of the members.
         rounds: Number of rounds so far.
         in_round: True during a round. The other members then rely on this rank's vector.
-        urgent: True to start what is pending now.
+        urgent: True if pending requests must start now.
         stopping: True if this rank wants to stop.
         stopped: True once all members have agreed to stop.
         no_waiter: After the stop, True if no thread was left waiting.

@@ -48,7 +48,7 @@ def sample_cpu(pid: int, tid: int = 0) -> CpuSample | None:
     """Read the CPU time of a thread. Returns None if that is not possible.
 
     Args:
-        pid: A process of this host.
+        pid: A process on this host.
         tid: The kernel's number of its thread. 0 for the main thread.
     """
     words = _read(f"/proc/{pid}/task/{tid or pid}/schedstat").split()
@@ -87,7 +87,7 @@ def activity(pid: int, tid: int = 0, before: CpuSample | None = None) -> str:
     """Return a clause such as "sleeps" or "reads /data/x", or "" if nothing is known.
 
     Args:
-        pid: A process of this host.
+        pid: A process on this host.
         tid: The kernel's number of its thread. 0 for the main thread.
         before: An earlier sample.
     """
@@ -109,7 +109,7 @@ def describe_threads(pid: int, before: CpuSample | None) -> str:
     """Describe what keeps a process from answering: its main thread, and other running threads.
 
     Args:
-        pid: A process of this host.
+        pid: A process on this host.
         before: An earlier sample of its main thread.
 
     Returns:

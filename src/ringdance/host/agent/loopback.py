@@ -1,13 +1,13 @@
-"""Hide the sockets on which mpiexec listens from the network if no other host is part of the job.
+"""Make mpiexec's listening sockets unreachable from the network if no other host takes part in the job.
 
 Neither Open MPI's mpiexec nor Hydra has an option for this: both bind to all addresses.
 Standard library only.
 
 Note [Sockets of mpiexec]
 The attack: mpiexec listens on all addresses, on ports that the system chooses, for daemons on other hosts.
-Its protocol is not encrypted, and a daemon shows only the job's name, which is not a secret. Anyone who can
-send packets to this host could therefore talk to a program that starts processes as this user. In a job on
-one host no such connection is legitimate.
+Its protocol is not encrypted, and a daemon identifies itself only by the job's name, which is not secret.
+Anyone who can send packets to this host could therefore talk to a program that starts processes as this user.
+In a job on one host, no such connection is legitimate.
 
 The defense: ``pidfd_getfd()`` duplicates mpiexec's sockets into the agent, which is its parent.
 SO_BINDTODEVICE then restricts them to the device "lo", and the kernel delivers nothing to them from other

@@ -1,4 +1,4 @@
-"""Tasks of an agent other than a job: receive files and pass them on, and run the doctor's probes.
+"""What an agent does apart from running jobs: receive files and pass them on, run the doctor's probes.
 
 Messages: ``{"task": name, ...}`` is answered by ``{"answer": name, "problem": text, ...}``.
 receive.py handles the messages of ``"copy"``. Standard library only.

@@ -4,7 +4,7 @@ Over a separate connection to each host, the launcher sends the list of files (`
 complete, its checksum (``end``). Chunks come from the launcher or, over TCP, from the previous host, and are
 passed on to the next host. A machine between two hosts can thus corrupt a chunk, but the file is then
 discarded. A file is written under another name in its directory, and renamed when it is complete and correct.
-The next copy continues an interrupted one. Standard library only.
+If a copy is interrupted, the next one continues it. Standard library only.
 
 Launcher to agent, each a ``{"task": "copy", "do": ...}``: ``begin`` (``root``, ``checksum``) with a JSON
 list of [path, kind, size, mode, time, text] as bytes, ``listen`` and ``next`` (``token``, ``port``,

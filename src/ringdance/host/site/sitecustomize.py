@@ -3,7 +3,8 @@
 mpi4py finalizes MPI when the interpreter exits, even after an uncaught exception or ``sys.exit(1)``. The
 peers would then wait for the failed rank, and it would wait for them. This module exits without finalizing
 instead, so that mpiexec ends the job. It does so only in the rank itself, not in its children. A user's
-``sitecustomize`` is imported too. Scripts that use the engine are unaffected, as it stops the job itself.
+``sitecustomize`` is imported too. Scripts that use the engine are unaffected, because the engine stops the
+job itself.
 """
 
 import atexit
