@@ -250,7 +250,7 @@ class Engine:
         if self._progress_engine is None:
             self.sets.add_group(set_id, ranks)
             return set_id
-        while not self._exclusively(self.sets.add_group, set_id, ranks):  # retry: peers wait for this rank
+        while not self._exclusively(self.sets.add_group, set_id, ranks):  # retry, because peers wait
             if self.end.closed:
                 raise self.end.error()
         return set_id

@@ -37,7 +37,10 @@ class CoreUse:
         self._last = self._times()
 
     def share(self) -> float:
-        """Return the busy share since the last call, 0 to 1. Once the quota is used up, all are busy."""
+        """Return the share of the cores, 0 to 1, that was busy since the last call.
+
+        If the processes have used up their quota, all cores count as busy.
+        """
         now = self._times()
         clock, idle, total, used = (after - before for after, before in zip(now, self._last, strict=True))
         if total <= 0 or clock <= 0:

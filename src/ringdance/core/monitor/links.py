@@ -36,8 +36,9 @@ class Clock:
 
     def __init__(self) -> None:
         self.uncertainty = 0
-        self._trips: deque[tuple[int, int, int]] = deque(maxlen=_TRIPS)  # its time, bounds of ``ahead``
-        self._line = 0, 0.0, 0.0  # its time, how far it was ahead, its rate
+        # By round trip: the other clock's time, and the lower and upper bound of ``ahead``.
+        self._trips: deque[tuple[int, int, int]] = deque(maxlen=_TRIPS)
+        self._line = 0, 0.0, 0.0  # the other clock's time, ``ahead`` at that time, and its rate
         self._rounds = 0
         self._next = 0.0
 

@@ -48,7 +48,7 @@ class Sampler:
         self._use = CoreUse(pids)
 
     def rows(self) -> list[Row]:
-        """Return a row for each rank that has not left."""
+        """Return a row for each rank that has not left the job."""
         with self._lock:
             if time.monotonic() - self._taken > _FRESH_S or not self._shared:
                 cpu, memory = round(100 * self._use.share(), 1), psutil.virtual_memory().percent
@@ -66,7 +66,7 @@ class Sampler:
             return rows
 
     def leave(self, pids: Iterable[int]) -> None:
-        """Exclude processes from now on."""
+        """Leave these processes out of later samples."""
         with self._lock:
             for pid in pids:
                 self._ranks.pop(pid, None)
@@ -97,7 +97,7 @@ class ProcessUse:
 
 
 def _descendants(pid: int) -> Iterator[int]:
-    """Yield the processes that a process has started, if the kernel lists them."""
+    """Yield the pids of a process's descendants, if the kernel lists children."""
     with contextlib.suppress(OSError):
         for task in os.listdir(f"/proc/{pid}/task"):
             with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{task}/children") as file:
