@@ -2,19 +2,20 @@
 
 Note [Certain deadlocks]
     A deadlock ends a job, so a rank counts as *blocked* only if no thread of its process can ever continue.
-    Each of its threads
+    Each thread must be in one of these states:
 
-    - waits for a Work without a timeout, or is an engine thread;
-    - or sleeps until another thread of its process wakes it: in a futex that is private and has no timeout.
-      Python's locks sleep like this, as do idle thread pools and calls into C that wait for either;
-    - or has no Python code to run, and does not run. A call into C may wait for such a thread, which may wait
-      for data from a network. If there is such a call, these threads must sleep as above too, except those
-      that existed before the first engine (MPI's), which must not have run.
+    - It waits for a Work without a timeout, or is an engine thread.
+    - It sleeps in a private futex without a timeout, so only another thread of its process can wake it.
+      Python's locks sleep like this, as do idle thread pools and calls into C that wait for either.
+    - It has no Python code to run, and is not running. If another thread is in a call into C, that call may
+      wait for such a thread, which in turn may wait for data from a network. Threads without Python code must
+      then sleep in a futex as well, except those that existed before the first engine (MPI's), which must not
+      have run.
 
     The state lasts as long as no wait has started, nothing was submitted, and no sleeping thread has run. If
     it holds on all ranks at one time, and no operation can start, no rank can continue. What cannot be known
     (a system other than Linux, a thread that sleeps for some seconds, a timer that sends a signal) counts as
-    a thread that can continue. Three cases are not covered if all of Python waits for locks: a sleeping
+    a thread that can continue. If all Python threads wait for locks, three cases are not covered: a sleeping
     thread of C code that calls Python later; a signal handler that releases a lock; and a thread of the
     user's C code, started before ``init()``, that ends a wait in C.
 """
@@ -47,7 +48,7 @@ class Callers:
     lock is needed.
 
     Attributes:
-        waiting: Works that threads wait for, by a key per wait. While there is any, everything pending is
+        waiting: Works that threads wait for, by a key per wait. While any thread waits, everything pending is
             due, in every set, because two ranks may wait for two sets in different orders.
         submitted: Time of the last submission (monotonic).
         transfers: Messages that threads wait for, by a key per wait.
@@ -69,7 +70,7 @@ class Callers:
         return any(work.request.set_id == set_id and not work.done() for work in works)
 
     def status(self) -> dict[str, Any]:
-        """Return for ``reports.deadlock`` whether this rank is blocked, and for how long.
+        """Return whether this rank is blocked, and for how long, for use by ``reports.deadlock``.
 
         Thread: the one stepping the engine.
 
@@ -86,7 +87,7 @@ class Callers:
         return {"blocked": bool(state and self.waiting), "still": still, "quiet": quiet}
 
     def _threads(self) -> list[tuple[int, int]] | None:
-        """Return the threads that do not wait, each with its time used, or None if one can continue.
+        """Return the threads that are not waiting, each with its time used, or None if any can continue.
 
         The time is 0 for threads whose time does not matter.
         """

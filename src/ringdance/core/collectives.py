@@ -99,7 +99,7 @@ def _numbers(views: Sequence[Array], how: Reduction) -> Sequence[Array]:
 
 
 def allreduce_flat(exchange: Exchange, requests: Sequence[Request], how: Reduction) -> Steps:
-    """Reduce requests of one dtype. Returns the outputs of each."""
+    """Reduce requests of one dtype. Returns the outputs for each request."""
     if len(requests) == 1 and len(requests[0].inputs) == 1:
         source = requests[0].inputs[0]
         provided = requests[0].outputs
@@ -192,7 +192,7 @@ def _alltoall(exchange: Exchange, request: Request, work: Work | None) -> Steps:
 
 
 def _cut(rows: Array, counts: Iterable[int]) -> list[Array]:
-    """Cut an array along its first dimension."""
+    """Split an array along its first dimension."""
     ends = list(accumulate(counts, initial=0))
     return [rows[start:end] for start, end in pairwise(ends)]
 

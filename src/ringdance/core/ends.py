@@ -48,9 +48,9 @@ from ringdance.errors import (
     StallError,
 )
 
-_OF_NOTES = {"StallError": StallError, "DeadlockError": DeadlockError}  # peers get RankLostError for others
-_FIGURES_S = 1.0  # all ranks send their figures at the same time
-_REASON_S = 0.2  # the note with the reason can arrive after the round that stops
+_OF_NOTES = {"StallError": StallError, "DeadlockError": DeadlockError}  # peers get RankLostError otherwise
+_FIGURES_S = 1.0  # enough, because all ranks send their figures at the same time
+_REASON_S = 0.2  # the note with the reason may arrive after the round in which all ranks stop
 
 
 @dataclass(eq=False)
@@ -62,8 +62,8 @@ class EngineEnd:
         sets: The process sets.
         peers: The other ranks.
         recorder: Writes the flight record.
-        summary: Receives the figures of all ranks.
-        stop_work: Done when the engine has stopped.
+        summary: Collects the figures from all ranks.
+        stop_work: Work that is done once the engine has stopped.
         closed: True if nothing can be submitted any more.
         broken: Error with which the engine failed, or None.
         failed_here: True if this rank detected the failure.
@@ -93,7 +93,7 @@ class EngineEnd:
 
     def ask_to_stop(self, reason: str, departing: bool) -> None:
         """Stop on all ranks. See ``Engine.shutdown``."""
-        if self.closed:  # while this thread waited for its turn
+        if self.closed:  # it closed while this thread waited for its turn
             return
         self.stopped_first = not self._reason
         departed = str(self._identity) if departing else ""
@@ -114,7 +114,7 @@ class EngineEnd:
     def close(self) -> None:
         """Free everything after all sets have agreed to stop."""
         self.closed = True
-        self.peers.read_notes()  # a short job: the note may say where the monitor of rank 0's host listens
+        self.peers.read_notes()  # a short job may not have read yet where rank 0's monitor listens
         self._exchange_figures()
         limit = time.monotonic() + _REASON_S
         while not self._reason and time.monotonic() < limit:
@@ -142,7 +142,7 @@ class EngineEnd:
         summary, limit = self.summary, time.monotonic() + _FIGURES_S
         self.recorder.publish()
         if self._identity.rank:
-            if summary.wanted(0.5):  # rank 0's clock decides
+            if summary.wanted(0.5):  # lenient, because rank 0's clock decides
                 self.peers.post(0, {"kind": "figures", "figures": summary.figures()})
             return
         while summary.wanted() and not summary.complete and time.monotonic() < limit:
@@ -153,7 +153,7 @@ class EngineEnd:
         """Notify the peers, write the flight record and fail all pending work.
 
         Args:
-            error: Reason of the failure.
+            error: Reason for the failure.
             departed: A rank whose program has exited, or "".
             notify: If True, send a note to the peers, who do not know of the failure yet.
         """
@@ -201,7 +201,7 @@ class EngineEnd:
         if lost is None:
             self.fail(EngineError.of(self._identity, error))
             return
-        self.peers.read_notes()  # an earlier note of the lost rank says more
+        self.peers.read_notes()  # an earlier note from the lost rank says more
         if not self.closed:
             who = ", ".join(str(self.transport.identities[rank]) for rank in lost)
             self.fail_lost(who or "A rank")

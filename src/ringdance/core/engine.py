@@ -1,7 +1,7 @@
 """The engine of one rank: takes in requests, lets its process sets agree and execute, and returns Works.
 
-It has no module-level state, so n engines of a loopback world can run in one process. Waiting threads and
-its own thread step it (``progress``). Note [Ends] in ``ends`` describes how it ends.
+The engine has no module-level state, so the n engines of a loopback world can run in one process. Waiting
+threads and the engine's own thread step it (``progress``). Note [Ends] in ``ends`` describes how it ends.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ class Engine:
 
     Attributes:
         rank, size: This rank and the number of ranks in the whole job.
-        local_rank, local_size: This rank's index among the ranks of its host, and their number.
-        cross_rank, cross_size: This rank's index among the ranks with its local rank on all hosts, and their
-            number.
+        local_rank, local_size: This rank's index among the ranks on its host, and their number.
+        cross_rank, cross_size: This rank's index among the ranks with the same local rank, one per host, and
+            their number.
         hosts: Host name of each rank.
         summary: Summary of the run. Rank 0 shows it at the end.
         context: Counters of the engine's exchanges.
-        callers: The threads that have submitted, and what they wait for.
+        callers: The threads that have submitted requests, and what they wait for.
         sets: The process sets.
         end: Whether and how the engine has ended.
         on_monitor: Called with each note of kind "monitor".
         on_check: Called a few times per second.
         on_step: Called when a step has ended. None while nothing is tuned.
-        profilers: Profilers that get a span for each wait of a thread while they run.
+        profilers: Profilers. Each one that is running records a span whenever a thread waits.
 
     Args:
         transport: Connects all ranks. The engine takes ownership.
@@ -167,7 +167,7 @@ class Engine:
         return work
 
     def refuse(self, request: Request, message: str) -> None:
-        """Make this request's name fail on the peers, because the call on this rank was wrong.
+        """Make requests with this name fail on the peers, because this rank's call was invalid.
 
         Used for argument errors that only this rank can see. The caller raises ``message`` itself.
         """
@@ -250,7 +250,7 @@ class Engine:
         if self._progress_engine is None:
             self.sets.add_group(set_id, ranks)
             return set_id
-        while not self._exclusively(self.sets.add_group, set_id, ranks):  # its peers wait for it by now
+        while not self._exclusively(self.sets.add_group, set_id, ranks):  # retry, because peers wait
             if self.end.closed:
                 raise self.end.error()
         return set_id
@@ -350,7 +350,10 @@ class Engine:
         return self.end.broken is None and self._stop_work.done()
 
     def disown(self, origin: str = "was forked from") -> None:
-        """Refuse collectives in a child of a rank, answer rank and size, do not touch the rank's records."""
+        """Refuse collectives in a child process of a rank, but still answer queries for rank and size.
+
+        The parent's records are left untouched.
+        """
         self.recorder = self.recorder.private()
         self.summary = RunSummary(self.recorder.words, 0.0, self.size)
         if self.size == 1:

@@ -14,7 +14,7 @@ def note(name: str, owner: str, what: str, tensors: Sequence[str]) -> None:
 
     Args:
         name: Name of the call.
-        owner: The model or optimizer that makes the call. A label that another owner has gets a number.
+        owner: The model or optimizer that makes the call. A label that another owner has is numbered.
         what: Kind of the tensors, such as "gradients".
         tensors: Names of the parameters.
     """

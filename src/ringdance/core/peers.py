@@ -89,7 +89,7 @@ class Peers:
             self._watch.pauses.pop(rank, None)
 
     def lost(self) -> str:
-        """Return a rank of this host that rounds wait for and whose process has exited, or ""."""
+        """Return a rank on this host whose process has exited although rounds wait for it, or ""."""
         for rank in self._waited_for():
             if self._transport.state(rank) == "gone":
                 return str(self._transport.identities[rank])
@@ -121,12 +121,12 @@ class Peers:
             self._recorder.save("stacks", self._transport.identities[rank], text)
 
     def missing(self) -> str:
-        """Return the ranks of this host that rounds wait for, or "other ranks"."""
+        """Return the ranks on this host that rounds wait for, or "other ranks"."""
         ranks = self._waited_for()
         return ", ".join(str(self._transport.identities[rank]) for rank in ranks) or "other ranks"
 
     def _waited_for(self) -> list[int]:
-        """Return the ranks of this host that have not signalled in a round that this rank is in."""
+        """Return the ranks on this host that have not signalled in a round that this rank has entered."""
         waited_for = set()
         for state in self._sets.states():
             window, group = state.transport.window, state.transport.host_group

@@ -1,9 +1,9 @@
 """The progress engine: steps the engine and waits for progress.
 
-One step of the engine does what can be done without blocking. Steps are made by a thread that waits for a
-Work (so a lone operation needs no other thread) or, for asynchronous operations, by the engine thread, which
-rests while callers wait. Only one thread at a time is in a step, and none while it sleeps. If there are
-several callers, one is the leader and the others follow it.
+One step advances the engine as far as possible without blocking. A thread that waits for a Work makes the
+steps itself, so a lone operation does not need another thread. For asynchronous operations, the engine thread
+makes them, but it rests while callers wait. Only one thread at a time is in a step, and no thread sleeps
+while it is in one. If there are several callers, one leads and the others follow.
 
 A waiting thread first yields the core for some microseconds, then sleeps: on the event count if all peers are
 on this host, otherwise for increasing intervals.
@@ -72,7 +72,7 @@ class ProgressEngine:
         self._thread: threading.Thread | None = None
 
     def start_thread(self, name: str) -> None:
-        """Start the engine thread. The engine must be complete."""
+        """Start the engine thread. The engine must be fully constructed."""
         self._thread = threading.Thread(target=self._thread_main, name=name, daemon=True)
         self._thread.start()
 
@@ -240,7 +240,7 @@ class ProgressEngine:
                 backoff = self._sleep(now, backoff)
 
     def _seconds_to_work(self, now: float) -> float:
-        """Return how long the engine thread has nothing to do, at most ``_IDLE``. Callers drive."""
+        """Return the seconds until the engine thread has work, at most ``_IDLE``. Callers do its work."""
         due = None if self._stepper.callers.waiting else self._stepper.sets.next_due()
         return _IDLE if due is None else min(_IDLE, due - now)
 
@@ -256,7 +256,7 @@ class ProgressEngine:
             self.check_peers(now)
 
     def join(self) -> None:
-        """Wait for the engine thread to exit. The engine is closed."""
+        """Wait for the engine thread to exit. The engine must be closed."""
         thread = self._thread
         self.asleep = False
         self._wake.set()

@@ -31,7 +31,7 @@ class StepMark(enum.IntEnum):
 
 
 class Profiler(NamedTuple):
-    """A framework's own profiler, which then shows waits too.
+    """A framework's own profiler, which is told about waits so that it shows them too.
 
     Attributes:
         running: Returns True if the profiler is recording. Takes well below 1 µs.
@@ -127,7 +127,7 @@ class Recorder:
         """Record a batch of one small tensor. It is held back unless submissions are recorded."""
         if self.detail:
             self.batch(what, round_number)
-        else:  # for a lone all-reduce, a record in the ring would take a tenth of its time
+        else:  # writing a record to the ring would take a tenth of a lone all-reduce's time
             self._small.append((what, round_number, monotonic_ns(), 0))
             self._small_batches += 1
             self._small_bytes += what.nbytes
@@ -147,7 +147,7 @@ class Recorder:
         self.words[_WRITTEN] = number + 1
 
     def uncounted(self) -> None:
-        """Stop counting what this engine has exchanged so far."""
+        """Exclude everything that this engine has exchanged so far from the counters."""
         self._batches, self._tensors, self._bytes, waited = self._first
         self.waited = waited / 1e9
         self._small_batches = self._small_bytes = 0
@@ -224,12 +224,12 @@ class Recorder:
         self.ring.add(_CHUNK, 0, set_id, (waited - began) // 1000, copied - waited, when=began)
 
     def steps_text(self) -> str:
-        """Return how far this rank has come, as ``ring.steps_text`` puts it."""
+        """Return how far this rank has come, as formatted by ``ring.steps_text``."""
         self.publish()
         return steps_text(self.words)
 
     def text(self, what: str) -> None:
-        """Record an event in words."""
+        """Record an event described by a text."""
         self.ring.add(Kind.TEXT, self.label(what))
 
     def _records(self) -> list[dict[str, Any]]:

@@ -93,7 +93,7 @@ class Request:
         name: Key that matches this request with the other ranks' requests. If None, requests match by order
             of submission.
         set_id: Process set. 0 for all ranks.
-        splits: For alltoall only: rows for each member (int64), for each tensor of the group.
+        splits: For alltoall only: number of rows for each member (int64), for each tensor in the group.
         ready: On a device, the event after which the inputs hold the data to send.
     """
 
@@ -114,12 +114,12 @@ class Work:
         name: Name that the request runs under (``allreduce.noname.7`` for an unnamed one).
         result: List of NumPy arrays, one per tensor, once done. For tensors on a device,
             ``device.DeviceResults``. For join and process set collectives, an int.
-        received_splits: For alltoall only: rows received from each member (int64).
+        received_splits: For alltoall only: number of rows received from each member (int64).
         error: Exception that ``wait`` raises, if the request failed.
-        complete: Return value of ``done()``, without a call.
+        complete: The value that ``done()`` would return, without the cost of a call.
         order: Number of an unnamed request in its process set, otherwise -1.
         refusal: Reason why this rank's own call was refused (``Engine.refuse``), or None.
-        announced: Round in which it was sent to the other members as a cache miss, otherwise 0.
+        announced: Round in which the request was sent to the other members as a cache miss, otherwise 0.
         submitted: Time of submission, in seconds of ``time.monotonic``.
         waited_since: Time when a thread first waited for it, on the same clock. 0.0 if none has.
         thread: Identifier of the thread that waits for it. Until then, of the thread that submitted it.

@@ -1,9 +1,9 @@
-"""The ring: a rank's last records, in memory that other processes of its host can read.
+"""The ring: a rank's last records, in memory that other processes on its host can read.
 
 Standard library only, so processes that read it start without other packages. Layout, in bytes::
 
     0       header: 64 words (int64), see ``Word``; the host's name at 1024, the name of PENDING at 2048
-    4096    labels: for each its length (int32) and its UTF-8 bytes; or -length, and numbers of labels
+    4096    labels: length (int32) and UTF-8 bytes of a name; or -length, and the label numbers in a list
     ...     records, 40 bytes each: time, label, kind, process set, five values, sequence number
 
 Note [Sequence numbers]
@@ -41,7 +41,7 @@ _SIZE = _HEADER + _LABEL_BYTES + _CAPACITY * RECORD.size
 _START = _HEADER + _LABEL_BYTES
 _VERSION = 0x52440002
 _U32 = 0xFFFFFFFF
-_WRITERS = 64  # threads that may be writing a record at the same time
+_WRITERS = 64  # maximum number of threads that write a record at the same time
 
 
 class Word(enum.IntEnum):
@@ -65,7 +65,7 @@ class Word(enum.IntEnum):
     FIRST_STEP = 15  # when the first step ended, which often includes compilation
     FIRST_WAITED = 16  # WAITED at that time
     LAST_WAITED = 17  # WAITED when the last step ended
-    PENDING = 18  # label of what it has waited for longest at the last check, 0 if nothing
+    PENDING = 18  # label of what the rank had waited for longest at the last check, 0 if nothing
     PENDING_SINCE = 19
 
 
@@ -103,9 +103,9 @@ def steps_text(words: memoryview) -> str:
 
 
 def shared_memory() -> mmap.mmap | None:
-    """Return ring memory that other processes of this host can open, or None if there is none (macOS).
+    """Return ring memory that other processes on this host can open, or None if unsupported (macOS).
 
-    It counts toward this process's memory, not /dev/shm, and is freed with the last process that has it.
+    It counts toward this process's memory, not /dev/shm, and is freed with the last process that maps it.
     """
     if not hasattr(os, "memfd_create"):
         return None
@@ -152,8 +152,8 @@ class Ring:
         words: Header, see ``Word``.
         view: All of the memory.
         slots: Memory of the records. Record n is in slot n & MASK.
-        numbers: Numbers of the next records.
-        labels: Numbers of the labels.
+        numbers: Yields the number of the next record.
+        labels: Label numbers by name or list of names.
     """
 
     def __init__(self, memory: mmap.mmap | None = None) -> None:
@@ -176,7 +176,7 @@ class Ring:
         self._write(_HOST, host, 255)
 
     def pending_name(self, name: str) -> None:
-        """Write the full name of what has the label PENDING, because others may have the same label."""
+        """Write the full name of the operation with the label PENDING. Others may have the same label."""
         self._write(_PENDING, name, 2047)
 
     def _write(self, at: int, text: str, most: int) -> None:
@@ -187,7 +187,7 @@ class Ring:
         self, kind: int, label: int = 0, set_id: int = 0, a: int = 0, b: int = 0, c: int = 0, d: int = 0,
         e: int = 0, when: int = 0,
     ) -> None:
-        """Write one record. Values are cut to 32 bits."""
+        """Write one record. Values are truncated to 32 bits."""
         number = next(self.numbers)
         RECORD.pack_into(
             self.slots, (number & MASK) * 40, when or time.monotonic_ns(), label, kind, set_id & 0xFFFF,
@@ -217,7 +217,7 @@ class Ring:
                 return self.labels.get(names, 0)
             self.view[start:end] = _LENGTH.pack(length) + data
             self.words[Word.LABELS] = end - _HEADER
-            self.labels[names] = number = len(self.labels)  # last: readers can look up what it returns
+            self.labels[names] = number = len(self.labels)  # last, so that readers can look up the number
         return number
 
 
@@ -231,7 +231,7 @@ class RingReader:
         words: Header, see ``Word``.
         labels: Names, or tuples of names, by number.
         lost: Number of records that were overwritten before they were read.
-        ended: True once the rank writes no more. A record that is incomplete then stays so.
+        ended: True once the rank has stopped writing. Records that are incomplete by then stay incomplete.
     """
 
     def __init__(self, memory: mmap.mmap) -> None:
@@ -253,7 +253,7 @@ class RingReader:
 
     @property
     def pending_name(self) -> str:
-        """The full name of what has the label PENDING."""
+        """The full name of the operation with the label PENDING."""
         return self._text(_PENDING, 2048)
 
     def _text(self, at: int, most: int) -> str:

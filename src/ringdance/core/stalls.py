@@ -1,9 +1,9 @@
 """Detect stalls: ranks that wait for other ranks.
 
 A rank that has waited for some seconds, or has had an asynchronous request pending for that long, asks all
-ranks for their status. Their engine threads answer, even while their main threads compute. The lowest waiting
-rank then reports which ranks have not submitted what, and where their threads are. A process of this host
-that does not answer is examined from outside.
+ranks for their status. Their engine threads answer, even while their main threads compute. The waiting rank
+with the lowest number then reports which ranks have not submitted which requests, and where their threads
+are. If a process on this host does not answer, it is examined from outside.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _DEADLOCK = (
 _ANSWER_TIMEOUT = 0.5
 _BUSY_TIMEOUT = 1.5  # for a process that may have to wait for a core, or is on another host
 _LOOK_TIMEOUT = 4.0  # py-spy may take seconds
-_SAME_ANSWER = 0.1  # seconds: finding out what all threads do takes about 20 ms
+_SAME_ANSWER = 0.1  # seconds to reuse an answer, because finding out what all threads do takes about 20 ms
 _RECHECK = 1.0  # seconds until the next look after an inquiry that found nothing wrong
 _MOST_PATIENCE = 120.0
 _Report = tuple[str | None, type[StallError] | None]
@@ -47,7 +47,7 @@ _Report = tuple[str | None, type[StallError] | None]
 
 @dataclass
 class _Inquiry:
-    """An inquiry about a request, with the state when it was sent."""
+    """An inquiry about a request, with the state at the time it was sent."""
 
     asked: float
     state: ProcessSetState
@@ -57,7 +57,7 @@ class _Inquiry:
     count: int
     cpu: dict[int, CpuSample | None] = field(default_factory=dict)
     answers: dict[int, dict[str, Any]] = field(default_factory=dict)
-    seen: dict[int, dict[str, Any] | None] = field(default_factory=dict)  # silent ranks of other hosts
+    seen: dict[int, dict[str, Any] | None] = field(default_factory=dict)  # silent ranks on other hosts
 
 
 class StallWatch:
@@ -73,15 +73,15 @@ class StallWatch:
         recorder: Counts batches and steps.
 
     Attributes:
-        pauses: Marks set by ``pause_stall_check``, by rank: the name, and until when (monotonic) other ranks
-            tolerate it.
+        pauses: Marks set by ``pause_stall_check``, by rank: the name, and the time (monotonic) until which
+            other ranks tolerate it.
         reported: The last stall that was reported.
 
     Note [Patience]
-        With the default ``stall_check_time``, other ranks may be late by the largest of three times: a recent
-        step (the median of nine), 1.5 times the longest recent computation of this rank between two exchanges
-        (of 16), and the time that this rank computed before it started to wait. For example, if all ranks
-        compile for a minute, some need a few seconds more than others. The limit is two minutes.
+        With the default ``stall_check_time``, other ranks may be late by the longest of three times: a recent
+        step (the median of nine), 1.5 times this rank's longest recent computation between two exchanges (out
+        of 16), and the time that this rank computed before it started to wait. For example, if all ranks
+        compile for a minute, some need a few seconds longer than others. The patience ends at two minutes.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class StallWatch:
         self.reported: Stall | None = None
 
     def status(self) -> dict[str, Any]:
-        """Return this rank's answer to an inquiry. It is reused for a tenth of a second.
+        """Return this rank's answer to an inquiry. The answer is reused for a tenth of a second.
 
         Its fields: ``pending``: Set and name of each request. ``labels``: See ``labels_of``. ``due``: Sets in
         which this rank enters rounds now. ``waiting``: True if a thread waits. ``joined``: True if a join is
@@ -178,7 +178,7 @@ class StallWatch:
             self._last_step = steps, now
 
     def _limit(self, since: float) -> float:
-        """Return the age at which to report a request that has been pending ``since`` then."""
+        """Return the age at which to report a request that has been pending since the time ``since``."""
         limit = self._settings.stall_check_time
         if not self._adaptive:
             return limit
@@ -187,7 +187,7 @@ class StallWatch:
         return max(limit, min(_MOST_PATIENCE, max(usual, computed)))
 
     def _paused(self, now: float) -> bool:
-        """Return True if some rank is doing what it has marked with ``pause_stall_check``."""
+        """Return True if any rank is doing work that it has marked with ``pause_stall_check``."""
         paused = any(now < until for _, until in list(self.pauses.values()))
         if paused:
             self._resumed = now
@@ -196,7 +196,7 @@ class StallWatch:
     def _oldest(
         self, sets: list[ProcessSetState], now: float
     ) -> tuple[ProcessSetState, Work | Transfer, float] | None:
-        """Return what has waited longest, or None."""
+        """Return the request or message that has been waited for longest, or None."""
         waiting: list[tuple[ProcessSetState, Work | Transfer, float]] = [
             (t.state, t, now - t.waited_since) for t in list(self._callers.transfers.values())
         ]
@@ -213,7 +213,7 @@ class StallWatch:
         return max(waiting, key=lambda item: item[2])
 
     def _pending_since(self, state: ProcessSetState, work: Work) -> float | None:
-        """Return since when a thread waits for it or, if it is asynchronous, when it was submitted."""
+        """Return when a thread started to wait for a request or, if asynchronous, when it was submitted."""
         if work.waited_since and self._callers.waits_in(state.set_id):
             return work.waited_since
         return work.submitted if state.pending.eager_since is not None else None
@@ -286,7 +286,7 @@ class StallWatch:
         if not 0 < limit <= inquiry.seconds + 0.001 or len(statuses) < self._transport.size:
             return False
         seconds = deadlocked_for(self._sets.ranks(), statuses)
-        # For longer than this inquiry has lasted, so that all ranks were blocked at one time.
+        # They must have been quiet for longer than this inquiry, so that all were blocked at the same time.
         quiet = min(status["quiet"] for status in statuses.values())
         if quiet >= limit and seconds > max(limit / 4, now - inquiry.asked):
             return True
@@ -324,7 +324,7 @@ class StallWatch:
         )
 
     def look(self, rank: int, before: CpuSample | None = None) -> dict[str, Any]:
-        """Describe a rank of this host from outside: ``text`` and ``stacks``, "" if they are unknown."""
+        """Describe a rank on this host from outside: ``text`` and ``stacks``, "" if they are unknown."""
         state, pid = self._transport.state(rank), self._transport.identities[rank].pid
         here = state == "running" and pid != os.getpid()
         text = describe_threads(pid, before) if here else ""  # before stacks_of, whose signal wakes it
@@ -343,7 +343,7 @@ class StallWatch:
         return {"kind": "seen", "rank": rank, "text": text, "stacks": stacks}
 
     def _ask_neighbours(self, inquiry: _Inquiry, silent: list[int]) -> bool:
-        """Ask ranks that answered to look at silent ranks of their host. True if answers are missing."""
+        """Ask ranks that answered to examine silent ranks on their hosts. True if answers are missing."""
         who = self._transport.identities
         for rank in silent:
             neighbours = [p for p in inquiry.answers if who[p].host == who[rank].host]

@@ -69,7 +69,7 @@ class Stepper:
                 for device in state.exchange.devices.values():
                     device.check()
             if not end.closed and (lost := peers.lost()):
-                peers.read_notes()  # an earlier note of the lost rank says more
+                peers.read_notes()  # an earlier note from the lost rank says more
                 if not end.closed:
                     end.fail_lost(lost)
             if end.closed:

@@ -21,12 +21,12 @@ class Transfer:
         state: The process set's ``ProcessSetState``.
         verb: "send" or "receive".
         nbytes: Size of the message.
-        rank: The other rank, in the set. None for any rank.
+        rank: The other side's rank in the set. None for any rank.
         tag: Tag of the message.
 
     Attributes:
-        name: Equal on both ranks, unless this one receives from any rank.
-        peers: The global ranks that it waits for.
+        name: Name of the message, equal on both ranks unless this rank receives from any rank.
+        peers: The global ranks that this rank waits for.
         complete: True once no thread waits for it any more.
     """
 
@@ -53,7 +53,8 @@ class Transfer:
         """Return True if the message was sent or received. Never blocks.
 
         Raises:
-            RuntimeError: It failed, the other rank has left the group without it, or the engine has ended.
+            RuntimeError: The message failed, the other rank has left the group without it, or the engine has
+                ended.
         """
         if self._is_done or not self._testing.acquire(blocking=False):
             return self._is_done
@@ -79,7 +80,7 @@ class Transfer:
         """Wait until the message is sent or received. The stall check sees this wait.
 
         Raises:
-            ProcessSetRemovedError: The other rank has destroyed the group without such a message.
+            ProcessSetRemovedError: The other rank has destroyed the group without this message.
         """
         began, waits, me = time.monotonic(), self._engine.callers.transfers, object()
         self.complete, self.waited_since, self.thread = False, began, threading.get_ident()

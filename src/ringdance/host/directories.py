@@ -9,8 +9,8 @@ import sys
 import zlib
 from collections.abc import Iterable, Mapping
 
-_ROOM, _FILES = 1 << 20, 100  # minimum space and number of files for sockets and MPI's own files
-_LONGEST = 59  # bytes of a directory's path with which a socket's address still fits a job's directory in it
+_ROOM, _FILES = 1 << 20, 100  # minimum free bytes and inodes, for sockets and MPI's own files
+_LONGEST = 59  # maximum bytes of a directory's path for which the path of a job's socket in it still fits
 
 
 def bases(environ: Mapping[str, str]) -> list[str]:
@@ -20,7 +20,7 @@ def bases(environ: Mapping[str, str]) -> list[str]:
 
 
 def usable(bases: Iterable[str]) -> tuple[list[str], str]:
-    """Return the directories that can hold a job's directory, and a text why the others cannot."""
+    """Return the directories that can hold a job's directory, and a text that says why the others cannot."""
     wrong = {base: _unusable(base) for base in bases}
     text = "; ".join(f"{base}: {why}" for base, why in wrong.items() if why)
     return [base for base, why in wrong.items() if not why], text
@@ -41,7 +41,7 @@ def _unusable(base: str) -> str:
 
 
 def is_own(directory: str) -> bool:
-    """Return True if it is a directory that belongs to this user, and not a link."""
+    """Return True if the path is a directory that belongs to this user, and not a link."""
     try:
         status = os.lstat(directory)
     except OSError:
@@ -50,10 +50,10 @@ def is_own(directory: str) -> bool:
 
 
 def free_port() -> tuple[socket.socket | None, int]:
-    """Return a port of this host for MASTER_PORT, and the socket that reserves it. 0 if there is none.
+    """Return a free port on this host for MASTER_PORT, and the socket that reserves it. 0 if there is none.
 
-    While the socket is bound with SO_REUSEADDR, the kernel does not give the port to programs that ask for
-    any port. A program that asks for its number with SO_REUSEADDR, as torch's TCPStore does, gets it.
+    While the socket is bound with SO_REUSEADDR, the kernel does not assign the port to programs that bind to
+    port 0. A program that binds to this port with SO_REUSEADDR, as torch's TCPStore does, succeeds.
     """
     try:
         sock = socket.socket()
@@ -68,7 +68,7 @@ def free_port() -> tuple[socket.socket | None, int]:
 
 
 def host_name() -> str:
-    """Return this host's name for a path, in at most 20 characters. Long names often share start or end."""
+    """Return this host's name for a path, in at most 20 characters. Long names often start or end alike."""
     name = os.uname().nodename
     return name if len(name) <= 20 else f"{name[:11]}.{zlib.crc32(name.encode()):08x}"
 
@@ -85,10 +85,10 @@ OWN_DIRECTORY = "{directory}"
 """Placeholder for the host's ``host_directory()`` in messages to its agent."""
 
 TIMELINE = "timeline."
-"""Start of a file's name in the job's directory: a timeline that the launcher receives at the end."""
+"""Prefix of a timeline file in the job's directory, which the launcher receives at the end."""
 
 OUTPUT = "output"
-"""Name in another host's job directory. Its contents go to the launcher's ``--output-filename``."""
+"""Name in another host's job directory, whose contents go to the launcher's ``--output-filename``."""
 
 METRICS_DIR = "RINGDANCE_METRICS_DIR"
 """Environment variable with the directory of the metrics files."""

@@ -1,4 +1,4 @@
-"""The exit code of this program, which Python does not pass to ``atexit`` functions, and the mark of causes.
+"""The exit code of this program, which Python does not pass to ``atexit`` functions, and ``CAUSE_MARK``.
 
 Standard library only: host/site/sitecustomize.py loads this file by its path.
 """
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 CAUSE_MARK = "::ringdance-cause::"
-"""Begins a line on stderr with which a rank tells the launcher why it fails, as JSON (launch/cause.py)."""
+"""Start of a line on stderr by which a rank tells the launcher why it fails, as JSON (launch/cause.py)."""
 
 _taken: list[Any] = []
 _told: list[Callable[[], None]] = []
@@ -22,7 +22,7 @@ _CODE: Any = SystemExit.code
 
 
 class _Exit(SystemExit):
-    """A SystemExit that records its code when Python itself reads it, which it does in order to exit."""
+    """A SystemExit that records its code when Python itself reads the code in order to exit."""
 
     def _take(self) -> Any:
         code = _CODE.__get__(self)
@@ -57,7 +57,7 @@ def watch(tell: Callable[[], None] | None = None) -> None:
     A ``raise SystemExit(...)`` in the script cannot be recorded. A second call only adds ``tell``.
 
     Args:
-        tell: Called once the code is known. Python waits for threads before it runs ``atexit`` functions.
+        tell: Called as soon as the code is known. (Python waits for threads before ``atexit`` functions.)
     """
     if tell is not None:
         _told.append(tell)
@@ -80,6 +80,6 @@ def watch(tell: Callable[[], None] | None = None) -> None:
 
 
 def exit_code() -> int:
-    """Return the code as the parent process sees it, or 0 while none is known."""
+    """Return the code as the parent process will see it, or 0 as long as none is known."""
     code = _taken[-1] if _taken else None
     return 0 if code is None else code & 255 if isinstance(code, int) else 1

@@ -1,6 +1,6 @@
 """Read files that a job has left, and write text files atomically.
 
-Such a file may be damaged or not a regular file at all.
+A file that is read may be damaged, or may not be a regular file at all.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ringdance.errors import LaunchError, optional
 
 NO_FORMAT = (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError)
 """Exceptions that reading raises if the content is not as expected."""
-_LARGEST = {float: 1e16, int: 2.0**64}  # seconds that are a date, or microseconds; counters
+_LARGEST = {float: 1e16, int: 2.0**64}  # limits for dates in seconds or microseconds, and for counters
 # Plain scalars of YAML 1.2 that are not strings.
 _YAML = {
     "null": r"~|null|Null|NULL|", "bool": "true|True|TRUE|false|False|FALSE",
@@ -28,7 +28,7 @@ _YAML = {
 
 
 def typed(found: dict[str, Any], key: str, kind: Any) -> Any:
-    """Return a value of a JSON object. Raises one of NO_FORMAT if it is not a ``kind`` (``int | None``)."""
+    """Return a value from a JSON object. Raises one of NO_FORMAT if it is not a ``kind`` (``int | None``)."""
     if not _fits(found[key], kind):
         raise ValueError(f"{key} is not a {kind}")
     return found[key]
@@ -47,7 +47,7 @@ def _fits(value: Any, kind: Any) -> bool:
 
 
 def check_regular(path: str | os.PathLike[str]) -> None:
-    """Raise LaunchError if the path exists but is not a regular file: reading a pipe, say, may never end."""
+    """Raise LaunchError if the path exists but is not a regular file. Reading from a pipe may never end."""
     if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
         raise LaunchError(f"{path} is not a regular file. Copy its content to a regular file.")
 
@@ -95,7 +95,7 @@ def unique_beside(path: Path, word: str) -> Path:
 
 
 def sync_path(path: Path) -> None:
-    """Wait until a file, or a directory's entries, are on disk."""
+    """Wait until a file's contents or a directory's entries are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -110,7 +110,7 @@ def whole_text(path: Path) -> AbstractContextManager[TextIO]:
 
 @contextmanager
 def whole_file(path: Path, mode: str, synced: bool = False, **options: Any) -> Iterator[Any]:
-    """Write a file that gets its name once it is complete. After an error, nothing is left behind.
+    """Write a file that appears under its name only when it is complete. An error leaves nothing behind.
 
     Args:
         path: Name of the complete file.

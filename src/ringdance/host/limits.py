@@ -14,7 +14,7 @@ _ROOT = ""  # prefix of /proc and /sys
 
 
 def raise_open_files(wanted: int) -> int:
-    """Raise the soft limit of open files to ``wanted`` if the hard limit allows, and return the new limit."""
+    """Raise the soft limit of open files to ``wanted`` if the hard limit allows it. Return the new limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
@@ -32,7 +32,7 @@ def words_of(path: str) -> list[str]:
 
 
 def cgroups(controller: str) -> Iterator[str]:
-    """Yield the directories of this process's cgroup of a controller and of its parents (v1 and v2)."""
+    """Yield the directories of this process's cgroup for a controller, and of its parents (v1 and v2)."""
     for line in words_of("/proc/self/cgroup"):
         controllers, _, path = line.partition(":")[2].partition(":")
         if controllers == "":
@@ -72,8 +72,8 @@ def usable_cores(pids: Iterable[int] = ()) -> int:
     """Return how many cores this process may use, given its affinity mask and its cgroups' CPU quota.
 
     Args:
-        pids: Processes with the same quota. If set, count the cores that any of them may use, instead of
-            this process's.
+        pids: Processes with the same quota. If any are given, count the cores that at least one of them may
+            use, instead of this process's cores.
     """
     return max(1, int(min(len(set[int]().union(*map(affinity, pids)) or affinity()), quota()[0])))
 
@@ -83,7 +83,7 @@ def shared_cores(pids: Iterable[int]) -> int:
 
     Args:
         pids: Computing processes with the same quota, including this one. Those whose affinity masks have
-            the same cores share them. A launcher that binds ranks has divided the cores already.
+            the same cores share them. If a launcher binds ranks to cores, it has already divided the cores.
     """
     masks = [affinity(pid) for pid in pids] or [affinity()]
     own = sum(1 / max(1, sum(core in mask for mask in masks)) for core in affinity())

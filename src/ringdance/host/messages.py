@@ -24,7 +24,7 @@ AGENT_SPEAKS = b"\n::ringdance-agent::\n"
 def watch(
     selector: selectors.BaseSelector, descriptor: int, event: int, action: Callable[[], Any] | None
 ) -> None:
-    """Register a descriptor with its action, or unregister it if there is none. May be repeated."""
+    """Register an action for a descriptor, or unregister the descriptor if there is none. May be repeated."""
     known = selector.get_map().get(descriptor) is not None
     if action and not known:
         selector.register(descriptor, event, action)
@@ -86,7 +86,7 @@ class Frames:
     _HEAD = struct.Struct("!II")  # bytes of text and of payload
     _MORE = 1 << 31  # flag in the first number: the payload continues in the next frame, which has no text
     _CHUNK = 1 << 20
-    _MOST = 64 << 20  # larger numbers do not come from a frame
+    _MOST = 64 << 20  # larger lengths cannot come from a valid frame
 
     def __init__(self, read: int, write: int, after: bytes = b"") -> None:
         self.read_fd, self.write_fd, self._after = read, write, after
@@ -102,7 +102,7 @@ class Frames:
         self._lock = threading.Lock()
         self.open = True
         self.shared: tuple[int, int] | None = None
-        """A file and one of its bytes, locked while part of a message is sent: the local agent also pings."""
+        """A file and the byte to lock while part of a message is sent: the local agent sends pings, too."""
 
     def send(self, message: dict[str, Any], payload: bytes = b"") -> bool:
         """Send a message. A large payload is not copied. Returns False if the peer has closed."""
@@ -145,7 +145,7 @@ class Frames:
     @classmethod
     def pack(cls, text: bytes, payload: bytes | memoryview = b"") -> bytes:
         """Return the bytes of a message. ``text`` is its JSON."""
-        # The final newline is for srun, which passes on whole lines at once but holds back unfinished ones.
+        # The final newline is for srun, which forwards whole lines at once but holds back incomplete ones.
         return cls._HEAD.pack(len(text), len(payload)) + text + payload + b"\n"
 
     def receive(self) -> tuple[list[tuple[dict[str, Any], bytes]], bool]:

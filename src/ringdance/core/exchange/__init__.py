@@ -1,7 +1,7 @@
 """How the members of a process set move and reduce the tensors of an agreed batch.
 
-All share one interface: ``SharedMemoryExchange`` works within a host, ``MpiExchange`` uses the transport's
-collectives, and ``HierarchicalExchange`` combines them. ``exchange_for`` chooses.
+All exchanges share one interface. ``SharedMemoryExchange`` works within a host, ``MpiExchange`` uses the
+transport's collectives, and ``HierarchicalExchange`` combines them. ``exchange_for`` chooses one.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def exchange_for(
         fixed_order: If True, reduce every element in the same order (within a host by rank, then host by
             host). Otherwise small batches, and batches of many members, are reduced in MPI's order, which may
             depend on the batch.
-        largest_chunk: Largest chunk that ``set_chunks`` may be asked for, in bytes.
+        largest_chunk: Upper bound, in bytes, for later calls to ``set_chunks``.
     """
     chunk_bytes, small_bytes = min(chunk_bytes, _MAX_CHUNK), min(small_bytes, _MAX_CHUNK)
     if transport.window is not None and transport.one_host:

@@ -5,7 +5,7 @@
   reductions (inside hosts, then across hosts) round once per stage.
 - Averages of integers are exact and truncate toward zero, even if the sum does not fit into their type. One
   rank reduces all parts of an element at once, because partial sums would not fit either. Sums and products
-  wrap, as in NumPy. Other scales of integers are computed in double precision and truncated toward zero.
+  wrap, as in NumPy. Integers are otherwise scaled in double precision and truncated toward zero.
 - An average of float32 or float64 is the sum divided by the number of ranks, as in NumPy.
 - Complex numbers are summed, averaged and scaled as pairs of floats, which MPI and all exchanges support.
 """
@@ -29,7 +29,7 @@ warnings.filterwarnings("ignore", r"(overflow|invalid value)", RuntimeWarning, r
 
 Array = np.ndarray[Any, Any]
 
-_OPERATIONS: dict[ReduceOp, tuple[Any, str | None]] = {  # NumPy's and the transport's
+_OPERATIONS: dict[ReduceOp, tuple[Any, str | None]] = {  # NumPy's function, and the transport's name
     ReduceOp.AVERAGE: (np.add, "sum"),
     ReduceOp.SUM: (np.add, "sum"),
     ReduceOp.ADASUM: (np.add, None),  # used for one rank only, where nothing is combined (see adasum.py)
@@ -68,7 +68,7 @@ def _widen(part: Array, factor: np.float32 | None) -> Array:
 
 
 def _average_integers(parts: Sequence[Array], divisor: int, out: Array) -> None:
-    """Average exactly, toward zero, even if the sum does not fit into 64 bits."""
+    """Average exactly and truncate toward zero, even if the sum does not fit into 64 bits."""
     if out.itemsize < 8:
         total = parts[0].astype(np.int64)
         for part in parts[1:]:
@@ -106,13 +106,13 @@ class Reduction:
         identity: True if the exchange need not touch inputs before the sum, because prescale is 1 or
             ``combine`` applies it (16-bit floats: in float32, so that they are rounded once).
         deliver: Copies the result of ``combine`` to the caller's memory, and scales it if ``late``.
-        simple: True if reducing two parts is one call of ``ufunc``.
+        simple: True if reducing two parts takes a single call of ``ufunc``.
         late: True if results are scaled while they are copied out (float32, float64). Otherwise the rank
             that reduces a block also scales it.
         one_stage: True if an element's parts must be reduced all at once: averages of integers.
         mpi_op: Name of the equivalent MPI operation, or None. None for 16-bit floats and bool, for averages
             of integers, for Min and Max of floats (MPI's comparisons drop NaN), and for sums of 8- and 16-bit
-            integers, which saturate in Open MPI where it uses AVX and wrap elsewhere.
+            integers, which saturate if Open MPI uses AVX and wrap otherwise.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class Reduction:
         self._set_finish(divisor, postscale)
         self.late = not (self.wide or self._integer or self.plain)
         self.simple = self.identity and not self.wide and (self.late or self.plain)
-        # Bound here so that a copy is one call: a step makes up to a thousand of them.
+        # Bound here so that a copy takes a single call, because a step makes up to a thousand copies.
         self.deliver: Callable[[Array, Array], Any] = self._finish if self.late else _copy
 
     def _set_finish(self, divisor: int, postscale: float) -> None:
@@ -226,9 +226,9 @@ def reduction(dtype: str, operation: ReduceOp, prescale: float, postscale: float
 def two_stages(how: Reduction, members: int, host_sizes: tuple[int, ...]) -> tuple[Reduction, Reduction]:
     """Return how to reduce inside a host, then across hosts.
 
-    Between the stages, an average of 16-bit floats is the mean of a host, which stays in range even if the
-    sum would not. Across hosts, means are weighted by the number of ranks. All other values are the partial
-    result of a host.
+    For averages of 16-bit floats, the first stage returns the host's mean, which stays in range even if the
+    sum would not. Across hosts, the means are weighted by the number of ranks. For all other reductions, the
+    first stage returns the host's partial result.
 
     Args:
         how: Reduction over all ranks.

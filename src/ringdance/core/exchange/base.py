@@ -29,7 +29,7 @@ class Context:
 
     Attributes:
         achieved: Grows whenever anything makes progress. If it does not grow, the progress engine sleeps.
-        in_transit: Number of exchanges that wait for data between hosts, which long sleeps would stop.
+        in_transit: Number of exchanges that wait for data from other hosts. Long sleeps would stop the data.
         recorder: Receives a record of each chunk while ``recorder.words[Word.DETAIL]`` is set.
         make_device: Makes the exchange for tensors on a device. Set by the framework's binding.
         on_thread: Runs a call that may block while other process sets are stepped.
@@ -46,7 +46,7 @@ class Context:
 
 
 def aligned_empty(shape: Sequence[int], dtype: np.dtype[Any]) -> Array:
-    """Return an uninitialized array that starts at a multiple of 64 bytes, as TensorFlow needs."""
+    """Return an uninitialized array that starts at a multiple of 64 bytes, as TensorFlow requires."""
     nbytes = math.prod(shape) * dtype.itemsize
     raw = np.empty(nbytes + 64, np.uint8)
     start = -ctypes.addressof(_char.from_buffer(raw)) % 64  # a quarter of the time of raw.ctypes.data
@@ -61,7 +61,7 @@ def as_bytes(array: Array) -> Array:
 def copy_range(
     views: Sequence[Array], bounds: Sequence[int], start: int, stop: int, buffer: Array, outward: bool
 ) -> None:
-    """Copy bytes [start, stop) of the row that ``views`` form to the buffer, or from it (``outward``)."""
+    """Copy bytes [start, stop) of the row that ``views`` form to the buffer, or back if ``outward``."""
     if len(views) == 1:  # the fast path takes a fifth of the time
         if outward:
             views[0][start:stop] = buffer[: stop - start]
@@ -79,15 +79,15 @@ def copy_range(
 class Exchange(abc.ABC):
     """The collectives on flat arrays, as state machines.
 
-    All members run the same collectives in the same order. Arrays that are passed must stay alive, and inputs
-    unchanged, until the state machine has ended.
+    All members run the same collectives in the same order. The caller must keep all arrays alive, and
+    inputs unchanged, until the state machine has ended.
 
     Attributes:
         set_id: Process set whose members exchange, for records.
-        devices: Exchanges of the members' tensors on devices, by kind of device.
+        devices: Exchanges for the members' tensors on devices, by kind of device.
         chunk_bytes: Size of an all-reduce's chunks within a host. 0 if there are none.
         most_chunk_bytes: Upper bound for changes of ``chunk_bytes``.
-        wire_bytes: Bytes that cross between hosts together. 0 if nothing does.
+        wire_bytes: Bytes that are sent between hosts at a time. 0 if nothing is.
         flat: True if an all-reduce skips the stage within hosts. None without such a stage.
     """
 
@@ -103,7 +103,7 @@ class Exchange(abc.ABC):
 
     @abc.abstractmethod
     def set_chunks(self, chunk_bytes: int, wire_bytes: int) -> None:
-        """Change the sizes of an all-reduce's chunks. All members must do so, with nothing in flight."""
+        """Change the chunk sizes of all-reduces. All members must do the same, with nothing in flight."""
 
     @abc.abstractmethod
     def allreduce(self, inputs: Sequence[Array], outputs: Sequence[Array], how: Reduction) -> Steps:
@@ -118,8 +118,8 @@ class Exchange(abc.ABC):
         Args:
             sends: This member's row, as uint8 views.
             lengths: Bytes of each member's row.
-            receives: Views for the row of each member. None for rows that are not wanted. A member's own row
-                is never received.
+            receives: Views to receive each member's row. None for rows that are not wanted. A member never
+                receives its own row.
         """
 
     @abc.abstractmethod
@@ -160,7 +160,7 @@ class Exchange(abc.ABC):
         return view.tobytes()
 
     def broadcast(self, views: Sequence[Array], root: int) -> Steps:
-        """Copy member ``root``'s uint8 ``views`` into the other members'."""
+        """Copy member ``root``'s uint8 ``views`` into the other members' views."""
         length = sum(view.nbytes for view in views)
         lengths = [length if rank == root else 0 for rank in range(self.size)]
         receives: list[Sequence[Array] | None] = [None] * self.size
@@ -168,7 +168,7 @@ class Exchange(abc.ABC):
         yield from self.stream(views if self.rank == root else [], lengths, receives)
 
     def copy(self, source: Array, target: Array) -> Steps:
-        """Copy within this member, in steps, because a gigabyte of new memory takes seconds."""
+        """Copy within this member, in steps, because a gigabyte of newly allocated memory takes seconds."""
         source, target = as_bytes(source), as_bytes(target)
         for start in range(0, source.size, _COPY_BYTES):
             if start:

@@ -1,4 +1,4 @@
-"""Plans: how a list of tensors is cut into cache-sized chunks. Pure functions, equal on all ranks.
+"""Plans: how a list of tensors is cut into cache-sized chunks. Pure functions, with equal results on ranks.
 
 The tensors of a batch form one long row of elements. A *chunk* of the row stays in the cache while it is
 copied in, reduced and copied out. Each of the n members of a host owns one *block* of every chunk. A block
@@ -54,8 +54,8 @@ def chunks(sizes: tuple[int, ...], limit: int, members: int) -> tuple[tuple[tupl
 
     Args:
         sizes: Number of elements of each tensor.
-        limit: Maximum elements of a chunk. Chunks are about equal.
-        members: Number of blocks of a chunk.
+        limit: Maximum number of elements per chunk. All chunks have about the same size.
+        members: Number of blocks per chunk.
     """
     bounds = [0, *accumulate(sizes)]
     row = bounds[-1]
@@ -63,8 +63,8 @@ def chunks(sizes: tuple[int, ...], limit: int, members: int) -> tuple[tuple[tupl
         return ()
     even = -(-row // -(-row // limit))
     length = min(limit, -(-even // (_LINE * members)) * _LINE * members)
-    # A block is at the same position in all chunks: two chunks share a buffer at a time, and the results of
-    # one must not overlap the inputs of the other.
+    # A block has the same position in all chunks, because two chunks share a buffer at a time, and the
+    # results of one must not overlap the inputs of the other.
     offsets = [min(length, -(-(length * i // members) // _LINE) * _LINE) for i in range(members)] + [length]
     plan = []
     for start in range(0, row, length):

@@ -1,6 +1,6 @@
 """The interface to a framework's own communicator, for tensors that stay on their device.
 
-Members agree on such requests as on all others, and execute them in the same order. The device decides what
+Members agree on these requests as on all others, and execute them in the same order. The device decides what
 "done" means: on a GPU, a work is done when its exchange is enqueued. The stream that uses the results waits
 for ``DeviceResults.event``. The host does not wait.
 """
@@ -14,7 +14,7 @@ from ringdance.core.request import Description, Request, Steps
 
 
 class DeviceResults(list[Any]):
-    """Results of a request, valid on the device after ``event``. ``received``: rows, for an alltoall."""
+    """Results of a request, valid on the device after ``event``. ``received``: rows from an alltoall."""
 
     event: Any = None
     received: list[list[int]] | None = None

@@ -15,8 +15,8 @@ from ringdance.core.exchange.sizes import Sizes
 from ringdance.core.transport.base import Pending, Transport
 
 _IN_FLIGHT = 4  # chunks: enough to overlap packing, the network and unpacking
-_AHEAD = 2  # of them are sent before the first is reduced, to keep the network busy
-_POLLS = 8  # consecutive tests for completion: the library moves data in each
+_AHEAD = 2  # chunks that are sent before the first is reduced, to keep the network busy
+_POLLS = 8  # consecutive tests for completion, because the library moves data only during tests
 _FEW = 16  # up to this many members send the blocks of a chunk to each other
 # A second round in flight keeps the network busy while one is packed and unpacked.
 _ROUNDS = 2
@@ -27,9 +27,9 @@ _Posted = tuple[Pending, Callable[[], None] | None]
 
 
 def sends_to_few(members: int) -> bool:
-    """Return True if each member of MPI's own all-reduce sends to few, and no more bytes than in blocks.
+    """Return True if MPI's own all-reduce sends fewer messages per member, and no more bytes, than blocks do.
 
-    That holds for a power of two. For other numbers of members, some send twice as much.
+    This holds if the number of members is a power of two. Otherwise, some members send twice as much.
     """
     return members > _FEW and members & (members - 1) == 0
 
@@ -43,7 +43,7 @@ class _ChunkInFlight:
 
     Args:
         transport: Connects the members that reduce.
-        small_bytes: Up to this length, MPI's own all-reduce is faster. If negative, it is never used.
+        small_bytes: Up to this size, MPI's own all-reduce is used, because it is faster. If negative, never.
         context: Counts exchanges in transit.
         chunk_bytes: Size of the largest chunk.
 
@@ -68,8 +68,8 @@ class _ChunkInFlight:
             return
         if self._whole:
             assert how.mpi_op is not None
-            # Not in place: for that, Open MPI's Iallreduce uses a binomial tree, whose root sends the buffer
-            # log2(size) times each way.
+            # Not in place, because Open MPI's Iallreduce would then use a binomial tree, whose root sends the
+            # buffer log2(size) times each way.
             self.buffer = self._scratch[: buffer.nbytes].view(how.dtype)
             self._pending = self._transport.allreduce(buffer, how.mpi_op, self.buffer)
             return
@@ -101,7 +101,7 @@ class _ChunkInFlight:
             self._pending.test()
 
     def complete(self) -> Steps:
-        """Wait until ``buffer`` holds the result, which ``how.deliver`` must copy."""
+        """Wait until ``buffer`` holds the result, which must be copied by ``how.deliver``."""
         if self.buffer.size:
             yield from self._wait()
             if self._whole:
@@ -124,7 +124,7 @@ class ChunkPipeline:
     Args:
         transport: Connects the members that reduce.
         chunk_bytes: Size of the largest chunk.
-        small_bytes: Up to this length, MPI's own all-reduce is faster. If negative, it is never used.
+        small_bytes: Up to this size, MPI's own all-reduce is used, because it is faster. If negative, never.
         context: Counts completed chunks.
     """
 
@@ -138,8 +138,9 @@ class ChunkPipeline:
         Args:
             lengths: Number of elements of each chunk.
             how: Dtype and operation.
-            load: Fills the array with this member's input of the chunk with this number.
-            unload: Takes the result, which ``how.deliver`` must copy. The array is reused afterwards.
+            load: Called with a chunk's number and an array, which it fills with this member's input.
+            unload: Called with a chunk's number and its result, which it copies by ``how.deliver``. The
+                array is reused afterwards.
         """
         ring, count = self._ring, len(lengths)
         for number in range(count + _IN_FLIGHT):

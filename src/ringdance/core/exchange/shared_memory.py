@@ -1,8 +1,8 @@
-"""Exchange through the shared-memory window: each rank reads the other ranks' memory, nothing is sent.
+"""Exchange through the shared-memory window: each rank reads the other ranks' memory.
 
 All-reduce of a chunk: every rank copies in the blocks that other ranks own. Each rank then reduces its own
 block, from all peers' buffers and directly from its own tensor. All ranks copy the result out, and scale it
-while they copy. That makes two passes over memory. Chunks are small enough to stay in the cache between these
+while they copy. This takes two passes over memory. Chunks are small enough to stay in the cache between these
 steps. While one chunk is reduced, the next is copied in, so n chunks take n + 1 synchronization points.
 Up to ``small_bytes``, all ranks reduce everything, with one synchronization point instead of two.
 """
@@ -22,10 +22,11 @@ from ringdance.core.exchange.chunks import Segment, chunks
 from ringdance.core.exchange.sizes import MIN_BLOCK_BYTES
 from ringdance.core.transport.window import Window
 
-# Maximum of an all-reduce's chunk for each member. Two members are 7% faster with chunks of 384 KiB than with
-# 768 KiB, which do not fit the L2 cache. From four members on, fewer synchronization points win.
+# Maximum size of each member's block in an all-reduce's chunk. Two members are 7% faster with chunks of
+# 384 KiB than with 768 KiB, which do not fit in the L2 cache. With four or more members, it is more important
+# to have few synchronization points.
 _MAX_BLOCK_BYTES = 192 << 10
-_RECORDED = 32  # chunks of a batch in a timeline: recording all of them would take 1.5 % of an exchange
+_RECORDED = 32  # chunks of a batch in a timeline: recording all of them would take 1.5% of an exchange's time
 Blocks = Sequence[Sequence[Segment]]
 _BYTE = np.dtype(np.uint8)
 
@@ -191,7 +192,7 @@ class SharedMemoryExchange(Exchange):
     def gather_in_host(
         self, blocks: Blocks, owned: Sequence[Segment], total: Array, outputs: Sequence[Array], how: Reduction
     ) -> Steps:
-        """Copy a reduced chunk to all ranks of this host. ``total`` is this rank's block."""
+        """Copy a reduced chunk to all ranks on this host. ``total`` is this rank's block."""
         buffers, own = self._buffers(how.dtype), self._window.index
         for tensor, start, stop, at, end in owned:
             first = owned[0].at

@@ -1,13 +1,13 @@
-"""How many bytes move at a time between hosts. Pure functions, equal on all members."""
+"""How many bytes move at a time between hosts. Pure functions with equal results on all members."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-MIN_BLOCK_BYTES = 256  # minimum of a chunk for each member of a host: 16 elements of any dtype
+MIN_BLOCK_BYTES = 256  # minimum chunk size per member of a host: 16 elements of any dtype
 _MESSAGE = 16 << 10  # minimum bytes of a block: shorter messages take more CPU time than network time
-_MAX_WIRE = 16 << 20  # maximum bytes that cross together
+_MAX_WIRE = 16 << 20  # maximum bytes that are sent together
 # Far below the limit of MPI's counts, 2^31 bytes. From 4 MiB on, the size hardly matters.
 _MAX_ROUND = 16 << 20
 _LINE = 64  # bytes: whole elements of any dtype
@@ -18,15 +18,15 @@ class Sizes:
     """Sizes of an exchange between hosts, in bytes unless the name says otherwise.
 
     An all-reduce has a stage within hosts, or is *flat*: its chunks are reduced over all members at once.
-    ``sizes_for`` makes this.
+    Created by ``sizes_for``.
 
     Attributes:
         small: All-reduces up to this size are flat, and may use MPI's own all-reduce. Negative if none is.
-        chunk: Chunk within hosts. 0 without that stage.
-        flat_chunk: Chunk of a flat all-reduce.
-        wire: Bytes that cross between hosts together: chunks' blocks, or a flat chunk.
-        chunks_per_wire: Number of chunks whose blocks cross together.
-        blocks: Number of a chunk's blocks: one for each member of the smallest host. 0 without that stage.
+        chunk: Size of a chunk within hosts. 0 without that stage.
+        flat_chunk: Size of a chunk in a flat all-reduce.
+        wire: Bytes that are sent between hosts at a time: the blocks of some chunks, or a flat chunk.
+        chunks_per_wire: Number of chunks whose blocks are sent together.
+        blocks: Number of blocks per chunk: one for each member on the smallest host. 0 without that stage.
         min_chunk, max_chunk: Bounds of ``chunk``.
         max_flat_chunk: Upper bound of ``flat_chunk``, for which memory is allocated.
         first_wire, first_flat_chunk: The values that ``sizes_for`` chose. They belong together.
@@ -46,7 +46,7 @@ class Sizes:
 
     @property
     def max_wire(self) -> int:
-        """Upper bound of the chunks' blocks that cross together, for which memory is allocated."""
+        """Upper bound for the blocks that are sent together, for which memory is allocated."""
         return max(self.max_flat_chunk, self.first_wire)
 
     def changed(self, chunk: int, wire: int) -> Sizes:
@@ -60,7 +60,7 @@ class Sizes:
         return replace(self, chunk=chunk, flat_chunk=flat_chunk, wire=wire, chunks_per_wire=per_wire)
 
     def row(self, rows: int) -> int:
-        """Return the bytes of each of ``rows`` that move in a round, a multiple of any dtype's size.
+        """Return how many bytes of each of ``rows`` rows move in a round, a multiple of any dtype's size.
 
         This is for data that are not reduced, and for reducescatter.
         """
@@ -76,8 +76,8 @@ def sizes_for(
         members: Number of members.
         chunk_bytes: Size of the largest chunk that is reduced at a time.
         small_bytes: See ``Sizes.small``.
-        largest_chunk: Largest chunk that may be asked for later. With a stage within hosts, the size of each
-            member's buffer.
+        largest_chunk: Upper bound, in bytes, for later changes of the chunk size. With a stage within hosts,
+            this is the size of each member's buffer.
         host_sizes: Number of members on each host, if there is a stage within hosts.
     """
     flat_wire = _wire(members, max(_LINE, small_bytes, chunk_bytes))
@@ -99,7 +99,7 @@ def sizes_for(
 
 
 def _wire(members: int, chunk_bytes: int) -> int:
-    """Return how many bytes cross together between ``members``, so that blocks are not short messages."""
+    """Return how many bytes ``members`` send together, so that blocks are not short messages."""
     return max(chunk_bytes, min(_MESSAGE * members, _MAX_WIRE))
 
 

@@ -21,7 +21,7 @@ class MonitorClient:
 
     Args:
         pids: Process ids of the host's ranks.
-        metrics: True if ``metrics`` will be called. It needs this process's stderr for a while.
+        metrics: True if ``metrics`` will be called, which needs this process's stderr for a while.
 
     Raises:
         OSError: The monitor cannot be started.
@@ -30,7 +30,7 @@ class MonitorClient:
     def __init__(self, pids: Sequence[int], metrics: bool) -> None:
         self._limit = _OTHERS_S
         root = str(Path(__file__).resolve().parents[3])
-        # In its own session, so that Ctrl-C or the exit of this process cannot end it before all is written.
+        # In its own session, so that neither Ctrl-C nor this process's exit ends it before all is written.
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", _BOOT, root, *map(str, pids)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=None if metrics else subprocess.DEVNULL,
@@ -61,7 +61,7 @@ class MonitorClient:
         Args:
             options: Arguments of ``metrics.Metrics`` except ``readers`` and ``path``.
         """
-        with contextlib.suppress(OSError):  # the monitor was killed, but training continues
+        with contextlib.suppress(OSError):  # even if the monitor was killed, training continues
             self._send(do="metrics", path=sys.path, **options)
 
     def listen(self, others: int) -> dict[str, Any]:

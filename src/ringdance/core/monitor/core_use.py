@@ -12,7 +12,7 @@ from ringdance.host.limits import affinity, quota, words_of
 
 
 class _Times(NamedTuple):
-    """Seconds: on a clock, in which cores were idle, on all cores in total, and used by a cgroup."""
+    """In seconds: a clock's time, the cores' idle time, the cores' total time, and the cgroup's CPU time."""
 
     clock: float
     idle: float
@@ -24,10 +24,10 @@ class CoreUse:
     """Measures how busy the cores are that processes may use, by any program.
 
     Args:
-        pids: The processes. All must have this process's quota.
+        pids: The processes. All must share this process's quota.
 
     Attributes:
-        cores: Number of cores: those in any of the affinity masks, or the quota if it is lower.
+        cores: Number of cores in the union of the affinity masks, or the quota if it is lower.
     """
 
     def __init__(self, pids: Iterable[int] = ()) -> None:
@@ -37,7 +37,10 @@ class CoreUse:
         self._last = self._times()
 
     def share(self) -> float:
-        """Return the busy share since the last call, 0 to 1: neither idle nor left over from the quota."""
+        """Return the share of the cores, 0 to 1, that was busy since the last call.
+
+        If the processes have used up their quota, all cores count as busy.
+        """
         now = self._times()
         clock, idle, total, used = (after - before for after, before in zip(now, self._last, strict=True))
         if total <= 0 or clock <= 0:
@@ -60,7 +63,7 @@ class CoreUse:
         words = words_of(f"{self._cgroup}/cpu.stat")  # cgroup v1 does not have the usage here
         if "usage_usec" in words:
             return int(words[words.index("usage_usec") + 1]) / 1e6
-        # Another controller, which may not be mounted together with the quota's.
+        # The usage belongs to another controller, which may be mounted separately from the quota's.
         other = self._cgroup.replace("/cgroup/cpu", "/cgroup/cpuacct", 1)
         words = words_of(f"{self._cgroup}/cpuacct.usage") or words_of(f"{other}/cpuacct.usage") or ["0"]
         return int(words[0]) / 1e9

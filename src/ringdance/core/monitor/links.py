@@ -1,7 +1,7 @@
-"""Links between the monitors of several hosts. They send records to the monitor that writes the file.
+"""Links between the monitors on several hosts. They carry records to the monitor that writes the file.
 
-The monitor on rank 0's host listens. The monitors on other hosts connect with a token that MPI has
-transferred. Clocks are compared by round trips: see ``Clock``.
+The monitor on rank 0's host listens. The monitors on other hosts connect with a token that was sent to them
+over MPI. Clocks are compared by round trips: see ``Clock``.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ class Clock:
 
     def __init__(self) -> None:
         self.uncertainty = 0
-        self._trips: deque[tuple[int, int, int]] = deque(maxlen=_TRIPS)  # their time, least, most ahead
-        self._line = 0, 0.0, 0.0  # their time, how far it was ahead, rate
+        # By round trip: the other clock's time, and the lower and upper bound of ``ahead``.
+        self._trips: deque[tuple[int, int, int]] = deque(maxlen=_TRIPS)
+        self._line = 0, 0.0, 0.0  # the other clock's time, ``ahead`` at that time, and its rate
         self._rounds = 0
         self._next = 0.0
 
@@ -147,7 +148,7 @@ class Follower:
         return False
 
     def names(self) -> str:
-        """Return that host's known ranks and name."""
+        """Return the other host's known ranks and its name."""
         ranks = ", ".join(map(str, sorted(self.rings)))
         host = next((ring.who.host for ring in self.rings.values()), "another host")
         return f"rank {ranks} on {host}" if ranks else host
@@ -198,7 +199,7 @@ class Sender:
         self.frames.send(message, data)
 
     def finish(self, seconds: float) -> None:
-        """Send what is left, then answer for the clock until the other side closes or time is up."""
+        """Send what is left, then answer clock questions until the other side closes or time is up."""
         # This side must not close first. With an unread question about the clock, closing would reset the
         # connection, and the other side would lose the records that it has not read.
         until = time.monotonic() + seconds

@@ -4,8 +4,8 @@ The lowest rank of a host starts it without ``site``, so only the standard libra
 arrive on stdin, one line of JSON each. ``start`` (``file``, ``detail``, ``anew``), ``stop`` and ``listen``
 are answered by a line on stdout. ``connect`` (``addresses``, ``port``, ``token``) and ``metrics`` (see
 ``Metrics``) are not. The monitor on rank 0's host writes the timeline, and the others send it their records
-(see ``links``). The process exits when all ranks have left the job or their processes have ended, so it also
-writes what a killed rank has done.
+(see ``links``). The process exits when all ranks have left the job or their processes have ended, so the
+records of a killed rank are written as well.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ringdance.core.transport.eventcount import process_state
 from ringdance.host.system import tcp
 from ringdance.host.system.machine import networks
 
-_POLL_S = 0.05  # while a timeline is written; the ring can hold some seconds
+_POLL_S = 0.05  # while a timeline is written; the ring can hold several seconds of records
 _IDLE_S = 1.0
 _OTHERS_S = 2.0  # time to wait for other hosts' last records
 
@@ -81,7 +81,7 @@ class Monitor:
 
     def _serve_ranks(self) -> None:
         os.nice(19)
-        if not self._alive:  # users of metrics read this; requests for a timeline get an error
+        if not self._alive:  # users of metrics see this; requests for a timeline get an error
             os.write(2, b"ringdance: no metrics: the memory of the ranks cannot be opened by /proc/PID/fd\n")
         while self._alive:
             busy = self._trace or self._sender or self._followers or self._ending
@@ -150,7 +150,7 @@ class Monitor:
     def _metrics_to(self, interval: float, **options: Any) -> None:
         self._metrics = Metrics(self._readers, warn=self._warn, interval=interval, **options)
         self._interval = interval
-        # Otherwise the rank's output would end only when this process exits.
+        # Otherwise this process would hold the rank's stderr open until it exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
     def _set_detail(self, detail: int | None, anew: bool = False) -> None:
@@ -259,6 +259,6 @@ class Monitor:
 
 def main() -> None:
     """Run the monitor for the ranks whose process ids are the arguments."""
-    for number in (signal.SIGINT, signal.SIGHUP):  # signals from the terminal: the ranks decide when to end
+    for number in (signal.SIGINT, signal.SIGHUP):  # signals from the terminal: the ranks decide when to exit
         signal.signal(number, signal.SIG_IGN)
     Monitor([int(word) for word in sys.argv[1:]]).run()

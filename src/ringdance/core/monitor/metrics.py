@@ -14,7 +14,7 @@ from io import FileIO
 from ringdance.core.ring import RingReader
 from ringdance.errors import pip_install
 
-_SPARSER = 1000  # maximum intervals in the time so far, so that a long run's file grows slowly
+_SPARSER = 1000  # maximum number of intervals in the time so far, so that a long run's file grows slowly
 
 
 class Metrics:
@@ -68,7 +68,7 @@ class Metrics:
         except OSError as error:
             where = f"{error.filename}: " if error.filename else ""
             self._say(f"{what}: {where}{error.strerror or error}")
-        except Exception as error:  # from a package; a timeline must continue
+        except Exception as error:  # from a package; the timeline must continue anyway
             self._say(f"{what}: {type(error).__name__}: {error}")
 
     def _say(self, text: str) -> None:

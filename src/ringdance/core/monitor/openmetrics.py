@@ -109,7 +109,7 @@ def serve(text: str, rows: Callable[[], Sequence[Mapping[str, Any]]]) -> str:
         registry = CollectorRegistry()
         registry.register(RankCollector(rows))
         server, _ = start_http_server(int(port), address, registry)
-        # Each client has a thread: limit how long it lives, and how many there are.
+        # Each client has its own thread. Limit the number and the lifetime of these threads.
         handler: Any = server.RequestHandlerClass
         server.RequestHandlerClass = type("Handler", (handler,), {"timeout": _SILENT_S})
         server.verify_request = lambda *_: threading.active_count() < _THREADS  # type: ignore[method-assign]

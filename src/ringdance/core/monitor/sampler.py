@@ -20,7 +20,7 @@ _FRESH_S = 0.5  # CPU use over a shorter interval is meaningless
 
 
 def counters(words: Sequence[int]) -> Row:
-    """Return the counters in a ring's header, which count since the start of the rank."""
+    """Return the counters in a ring's header, which count from the start of the rank."""
     return {
         "steps": words[Word.STEPS],
         "batches": words[Word.BATCHES],
@@ -48,7 +48,7 @@ class Sampler:
         self._use = CoreUse(pids)
 
     def rows(self) -> list[Row]:
-        """Return a row for each rank that has not left."""
+        """Return a row for each rank that has not left the job."""
         with self._lock:
             if time.monotonic() - self._taken > _FRESH_S or not self._shared:
                 cpu, memory = round(100 * self._use.share(), 1), psutil.virtual_memory().percent
@@ -66,7 +66,7 @@ class Sampler:
             return rows
 
     def leave(self, pids: Iterable[int]) -> None:
-        """Exclude processes from now on."""
+        """Leave these processes out of later samples."""
         with self._lock:
             for pid in pids:
                 self._ranks.pop(pid, None)
@@ -90,19 +90,19 @@ class ProcessUse:
             for child in _descendants(self._pid):
                 with contextlib.suppress(psutil.Error):
                     seconds += sum(psutil.Process(child).cpu_times()[:4])
-            # The time of a child that has exited is missing until its parent has reaped it.
+            # The CPU time of a child that has exited is missing until its parent has reaped the child.
             seconds = max(round(seconds, 2), self._last["cpu_seconds"])
             self._last = {"cpu_seconds": seconds, "rss_bytes": rss or self._last["rss_bytes"]}
         return self._last
 
 
 def _descendants(pid: int) -> Iterator[int]:
-    """Yield the processes that a process has started, if the kernel lists them."""
+    """Yield the pids of a process's descendants, if the kernel lists children."""
     with contextlib.suppress(OSError):
         for task in os.listdir(f"/proc/{pid}/task"):
             with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{task}/children") as file:
                 for child in map(int, file.read().split()):
-                    if child != os.getpid():  # this process was started by a rank
+                    if child != os.getpid():  # this monitor was started by a rank, too
                         yield child
                         yield from _descendants(child)
 

@@ -18,7 +18,8 @@ COLLECTIVES = (
     "ALLREDUCE", "ALLGATHER", "BROADCAST", "ALLTOALL", "REDUCESCATTER", "BARRIER", "JOIN", "ADD_SET",
     "REMOVE_SET", "TUNE",
 )  # fmt: skip
-# Process ids. Perfetto treats thread 0 as the thread whose number is the process id: no rank may have it.
+# Process ids. Perfetto treats thread 0 as the thread whose number equals the process id, so no process id may
+# equal a rank.
 _RANKS, _TENSORS = 1_000_000, 2_000_000
 _THREADS = ("batches", "chunks", "waits", "steps")
 _BATCHES, _CHUNKS, _WAITS, _STEPS = range(4)
@@ -53,7 +54,7 @@ class Timeline:
             records: Records in their order.
             offset: Nanoseconds to add to the rank's clock.
             uncertainty: Uncertainty of the offset, in nanoseconds.
-            lost: Number of records before these that were overwritten in the ring.
+            lost: Number of records that were overwritten in the ring just before these.
         """
         rank, pid = who.rank, _RANKS + who.rank
         if rank not in self._ranks:
@@ -88,7 +89,7 @@ class Timeline:
                 self.writer.instant(pid, _STEPS, str(name_of(record.label)), record.time)
 
     def _lose(self, rank: int, count: int, when: int) -> None:
-        """Mark a gap, and drop what started before it, because a later end would be taken for its own."""
+        """Mark a gap, and drop open spans, because the end of a later span could be taken for theirs."""
         self.writer.span(_RANKS + rank, _STEPS, f"{count} records lost", self._last.get(rank, when), when)
         for key in [key for key in self._submitted if key[0] == rank]:
             for began, _ in self._submitted.pop(key):

@@ -1,4 +1,4 @@
-"""A timeline file. Records wait here for their conversion, which must not take time from the ranks."""
+"""A timeline file. It queues records, because converting them must not take time from the ranks."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ringdance.core.monitor.timeline import Timeline
 from ringdance.core.ring import RECORD, RingReader, records
 
 _SLICE = 500  # records converted at once
-_RECORDS = 1 << 19  # maximum number, about 200 MB of JSON, which viewers still open
+_RECORDS = 1 << 19  # maximum number, for about 200 MB of JSON, which viewers can still open
 # Converting takes longer than the ranks take to write, and they may need all cores. While they run,
 # conversion gets this many seconds, and then this share of one core. The rest is converted at the end.
 _FIRST_S, _SHARE = 0.3, 0.005
-_BEFORE_S = 60.0  # time 0 is earlier by this, because Perfetto drops events before it
+_BEFORE_S = 60.0  # time 0 is this much earlier, because Perfetto drops events before time 0
 
 
 Source = RingReader | RemoteRing
@@ -28,7 +28,7 @@ class TraceFile:
 
     Args:
         path: Path of the file.
-        anew: True if the file starts later than the job.
+        anew: True if the timeline starts later than the job.
 
     Attributes:
         path: Path of the file, as passed.

@@ -59,14 +59,14 @@ class VectorLayout:
         self.unnamed_field = ((1 << 2 * _DIGESTS) - 1) << self.unnamed_at
         self.piggyback_at = self.unnamed_at + 2 * _DIGESTS
         self.ready_at = self.piggyback_at + 32
-        # A round in which every pending request is in the cache, and the bits that show it.
+        # The vector of a round in which every pending request is in the cache, and the mask of these fields.
         self.plain = CONTINUE | self.everyone << self.misses_at | self.everyone << self.joined_at
         self.plain_mask = self.plain | HAS_UNNAMED
         self.neutral = (1 << self.piggyback_at) - 1  # every field before the piggybacked entry
         self.waiting = self.neutral ^ NO_WAITER
 
     def width(self, entries: int) -> int:
-        """Return the bytes of a vector for a cache with ``entries`` entries."""
+        """Return the size in bytes of a vector for a cache with ``entries`` entries."""
         return (self.ready_at + entries + 7) // 8
 
     def unnamed(self, digests: Sequence[int]) -> int:
@@ -132,7 +132,7 @@ class ResponseCache:
     Only agreed events change it, so it is equal on all members.
 
     Args:
-        capacity: Maximum entries. A new one replaces the least recently used one (by round number).
+        capacity: Maximum number of entries. A new one replaces the least recently used one (by round number).
     """
 
     def __init__(self, capacity: int) -> None:

@@ -17,7 +17,7 @@ def description_bytes(description: Description) -> int:
 
 
 def _batch_key(description: Description) -> tuple[Any, ...] | None:
-    """Return what requests must share to be executed together, or None if this one has its own batch."""
+    """Return the key of requests that may be executed together, or None if this one is executed alone."""
     if len(set(description.dtypes)) != 1 or description.detail:
         return None
     if description.kind == Collective.ALLREDUCE and description.operation != ReduceOp.ADASUM:
@@ -31,7 +31,7 @@ def _batch_key(description: Description) -> tuple[Any, ...] | None:
 def plan_batches(descriptions: Sequence[Description], threshold: int) -> list[list[int]]:
     """Group requests, given in agreed order, into batches of at most ``threshold`` bytes.
 
-    A larger request forms its own batch. A threshold of 0 keeps all requests apart.
+    A larger request forms its own batch. If the threshold is 0, every request does.
     Returns lists of positions in ``descriptions``.
     """
     batches: list[list[int]] = []

@@ -1,4 +1,4 @@
-"""Encode requests for other members as JSON, because a pickle can run code."""
+"""Encode requests for other members as JSON, because unpickling could run arbitrary code."""
 
 from __future__ import annotations
 

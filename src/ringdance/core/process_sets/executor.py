@@ -57,13 +57,14 @@ class Executor:
         transport: The members' communicator.
         exchange: Moves the members' data.
         pending: The requests in flight.
-        threshold: Maximum bytes of a batch.
+        threshold: Maximum number of bytes per batch.
         lock: Guards ``pending``.
         recorder: Receives a record of each batch.
         change: Executes an agreed ADD_SET, REMOVE_SET or TUNE. None unless this is the set of all ranks.
         plans: Batches by the ready bits of a round, None unless all are plain all-reduces. Must be cleared
             whenever the response cache changes.
-        largest: Maximums over all planned rounds of all-reduces: requests, bytes, bytes of a batch.
+        largest: Maximum requests and bytes per round, and bytes per batch, over all planned rounds of
+            all-reduces.
     """
 
     set_id: int

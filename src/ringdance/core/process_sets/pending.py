@@ -25,7 +25,7 @@ class PendingRequests:
         running: Unnamed requests that are being executed. They fail too if the engine fails.
         join: The pending join, or None.
         joined: Bits of the members that have joined, as all members know.
-        held: Requests that wait, in order, until the peers know of refused requests under the same name.
+        held: Requests, in order, that are held until the peers know about refused requests of the same name.
         joined_here: True if this rank contributes zeros until all ranks have joined.
         eager_since: Submission time of the oldest request that the engine thread must start.
         eager_last: Submission time of the latest such request.
@@ -112,7 +112,7 @@ class PendingRequests:
         return late
 
     def release_held(self) -> None:
-        """Add the requests that waited for refused ones which the peers know of now."""
+        """Add the held requests if the peers now know about the refused requests of the same name."""
         for name in [name for name in self.held if name not in self.named]:
             self._add_named(name, self.held[name].pop(0))
             if not self.held[name]:

@@ -22,7 +22,7 @@ from ringdance.core.transport.eventcount import EventCount
 from ringdance.errors import ArgumentError, CollectiveError, ProcessSetRemovedError
 from ringdance.settings import Settings
 
-FIRST_GROUP = 1 << 15  # sets that only their members know start here; records have 16 bits for set numbers
+FIRST_GROUP = 1 << 15  # sets known only to their members start here; records have 16 bits for set numbers
 TUNED_CHUNK_BYTES = 2 << 20  # largest chunk that may be chosen while the job runs
 _MIN_BUFFER = 1 << 16  # a few cache lines for each of hundreds of members, however small the chunks are
 
@@ -66,23 +66,23 @@ class ProcessSets:
         registered: All sets by id.
         machines: State machines of this rank's sets, with their generators.
         event_count: Wakes this rank. None if a peer cannot reach it, because it is on another host.
-        on_tune: Computes new values for the set of all ranks, or None, from what each rank has measured (b""
-            for a rank that has joined). None if nothing tunes.
+        on_tune: Computes new values for the set of all ranks, or None, from each rank's measurements (b""
+            for a rank that has joined). None if tuning is off.
 
     Note [Tuning]
         Settings that determine what is executed, and how, are changed by a request like any other, and so at
         one place in the agreed order. The request gathers the ranks' measurements. Each rank computes the new
         values by the same code from the same bytes. Only the set of all ranks changes, because other sets
-        have another order. Values that may differ between ranks (environments differ) must not decide:
-        rank 0 sends the values that do.
+        have another order. The new values must not depend on anything that may differ between ranks, such as
+        their environments. If such a value is needed, rank 0 sends it.
 
     Note [Groups that are destroyed]
-        A rank that leaves a group sends its members a note with the number of requests it has submitted.
+        A rank that leaves a group sends the members a note with the number of requests it has submitted.
         Requests match by their order, so the members know at once which requests this rank will never submit.
         These fail in the next check of the peers, with an error that names the rank. The other requests are
-        executed, because the rank continues to join in the group's rounds until all members have left and
-        none has such a request. Only then do all members agree to stop and free the group together. Until
-        then, a message that was sent to a member can still be received.
+        executed, because the rank continues to take part in the group's rounds until all members have left
+        and none has such a request pending. Only then do all members agree to stop and free the group
+        together. Until then, a message that was sent to a member can still be received.
     """
 
     def __init__(

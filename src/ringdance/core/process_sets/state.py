@@ -47,14 +47,14 @@ class EngineValues(NamedTuple):
     cycle_time: float
     chunk_bytes: int
     wire_bytes: int
-    flat: bool  # True to skip the stage within hosts
+    flat: bool  # if True, skip the stage within hosts
 
 
 def eager_due(since: float, last: float, cycle: float) -> float:
     """Return when asynchronous requests are due, given the submission times of the first and the last one.
 
-    They are due after a cycle, or once a burst has ended. Starting in the middle of a burst would cut it in
-    two, and both threads would compete for the core.
+    They are due after a cycle, or once a burst has ended. Starting in the middle of a burst would split
+    it in two, and both threads would compete for the core.
     """
     return max(since + cycle, min(last + cycle / 8, since + 4 * cycle))
 
@@ -76,7 +76,7 @@ class ProcessSetState:
         members: Global ranks of the members.
         rounds: Number of rounds so far.
         in_round: True during a round. The other members then rely on this rank's vector.
-        urgent: True to start what is pending now.
+        urgent: True if pending requests must start now.
         stopping: True if this rank wants to stop.
         stopped: True once all members have agreed to stop.
         no_waiter: After the stop, True if no thread was left waiting.
@@ -163,9 +163,9 @@ class ProcessSetState:
             exchange.flat = values.flat
 
     def _wanted_at(self) -> float | None:
-        """Return the time (monotonic) from which this rank wants a round, or None without another event.
+        """Return the time (monotonic) from which this rank wants a round. 0.0 means now.
 
-        0.0: now. Threads: any.
+        None means that it wants a round only after another event. Threads: any.
         """
         pending = self.pending
         if not (pending.named or pending.unnamed or pending.join is not None):  # has_work(), twice as fast
@@ -220,7 +220,7 @@ class ProcessSetState:
                 pending.backoff = min(max(2 * pending.backoff, 5e-5), _MAX_BACKOFF)
                 pending.not_before = time.monotonic() + pending.backoff
             if not self.stopped:
-                yield  # without checking what is due: after a lone operation nothing is
+                yield  # do not check what is due: after a lone operation, nothing is
 
     def _compose(self) -> int:
         """Build this rank's bit vector for the next round.
@@ -271,7 +271,7 @@ class ProcessSetState:
             own_vector, others = self._views[window.vector_parity]
             own_vector[:] = vector.to_bytes(width, "little")
             window.signal()
-            if not window.reached():  # a peer is often just behind: check twice before the slower way
+            if not window.reached():  # a peer is often just behind: check twice before taking the slow path
                 while not window.reached():
                     yield
             for raw in others:
@@ -340,7 +340,7 @@ class ProcessSetState:
         pending, items = self.pending, []
         if self.transport.rank == leader:
             with self._lock:
-                # Misses that were never announced, or the longest time ago, come first.
+                # Misses that were never announced come first, then those announced longest ago.
                 chosen = sorted(pending.misses.copy().items(), key=lambda item: item[1].announced)
                 for name, work in chosen[: min(_MISSES_AT_ONCE, pending.cache.capacity)]:
                     work.announced = self.rounds
@@ -361,7 +361,7 @@ class ProcessSetState:
                     installed.append((slot, entry))
             self._executor.plans.clear()
             pending.look_up_all()
-        # A small cache may not hold them all. An entry that was evicted again is a miss once more.
+        # A small cache may not hold all of them. An entry that has already been evicted is a miss again.
         ready = [slot for slot, entry in installed if pending.cache.entries[slot] is entry]
         yield from self._executor.run_slots(ready, self.rounds)
         return bool(ready)

@@ -11,7 +11,7 @@ from ringdance.core.reports.stall_message import pending_names
 def deadlocked_for(sets: Mapping[int, Sequence[int]], statuses: Mapping[int, dict[str, Any]]) -> float:
     """Return for how long all ranks have been blocked by operations that cannot start, negative if not.
 
-    They are blocked if no process set has a request that all its members have submitted.
+    Operations cannot start if no process set has a request that all its members have submitted.
 
     Args:
         sets: Ranks of each process set.

@@ -1,7 +1,7 @@
-"""Read the stack of another process of this host, even while a call in C holds Python's lock.
+"""Read the stack of another process on this host, even while a call in C holds the GIL.
 
 Each rank makes ``faulthandler`` write its stacks to memory when it receives a real-time signal. That works in
-a signal handler, without the lock. mpiexec forwards SIGUSR1 and SIGUSR2, so neither of them is used.
+a signal handler, without the GIL. mpiexec forwards SIGUSR1 and SIGUSR2, so neither of them is used.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def enable() -> None:
 
 
 def stacks_of(pid: int) -> str:
-    """Return the stacks of all threads of a process of this host, or "" if they are unknown.
+    """Return the stacks of all threads of a process on this host, or "" if they are unknown.
 
     The first line has the main thread's identifier. A stopped process writes nothing.
     """
@@ -79,7 +79,7 @@ def main_frames(text: str) -> list[str]:
     """
     main, *blocks = re.split(r"thread:? 0x0*", text, flags=re.IGNORECASE)[1:] or [""]
     known = [block for block in blocks if re.match(rf"{main.strip()}\b", block)]
-    # A child that another thread has forked has only that thread.
+    # A child that was forked by another thread has only that thread.
     known = known or (blocks if len(blocks) == 1 else [""])
     frames = _FRAME.findall(known[0])
     return [f"{file}:{line} in {name}" for file, line, name in frames]

@@ -1,4 +1,4 @@
-"""Shared by everything that judges a training run: thresholds, who waits for whom, spread of few values.
+"""Shared by all tools that judge a training run: thresholds, who waits for whom, the spread of a few values.
 
 Used by the summary of a job, ``ringdance report``, ``bench`` and ``plan``. Standard library only.
 """
@@ -10,23 +10,23 @@ from statistics import median
 from typing import NamedTuple
 
 WORTH = 0.2
-"""Share of the time above which waiting limits a run."""
+"""If a larger share of the time is spent waiting, waiting limits the run."""
 LITTLE = 0.1
-"""Share of a measured speed below which a difference does not justify a change."""
+"""A difference below this share of the measured speed does not justify a change."""
 IDLE_CORES = 0.5
 """A rank or loader that uses less of a core spends most of its time waiting."""
 NO_CORES = 0.15
-"""A rank or loader that uses less does not lack cores either, whatever keeps the cores busy."""
+"""A rank or loader that uses less of a core does not lack cores, whatever else keeps them busy."""
 BUSY = 0.85
 """Share of the cores' time above which the cores are busy."""
 TAKEN = 0.2
-"""Share of the cores above which other programs that use them may be the cause."""
+"""If other programs use a larger share of the cores, they may be the cause."""
 FULL_CORES, FULL_GPU = 0.75, 0.9
-"""Shares above which a run that computes uses its hardware fully."""
+"""A run that computes and exceeds these shares uses its hardware fully."""
 IDLE_GPU = 0.5
-"""Share below which a GPU is waiting for something."""
+"""A GPU that is used for a smaller share of the time is waiting for something."""
 LEAST = 0.05
-"""Least share of a step for a rank's own work. Samples are taken in mid-step and may show none."""
+"""Minimum share of a step for a rank's own work. Samples are taken in mid-step and may show none."""
 
 
 class Waiting(NamedTuple):
@@ -54,7 +54,7 @@ def waiting(shares: Sequence[float]) -> Waiting:
 
 
 def spread(times: Sequence[float]) -> float:
-    """Return the standard deviation, estimated from the median deviation because a few may be outliers."""
+    """Estimate the standard deviation from the median absolute deviation, because some may be outliers."""
     middle = median(times)
-    # 1.48 is the ratio for a normal distribution. Few values lie closer together than many.
+    # 1.48 is the ratio for a normal distribution. The other factor corrects the bias of small samples.
     return 1.48 * len(times) / (len(times) - 0.8) * median([abs(time - middle) for time in times])

@@ -69,7 +69,7 @@ def mismatch_message(
     Args:
         name: Name of the requests.
         who: The members.
-        submitted: For each member, what it submitted and why its own call was refused. None if it joined.
+        submitted: For each member, what it submitted and why its own call was refused. None if it has joined.
     """
     shown_name, tensors = quoted(name), tensors_of(name)
     for identity, entry in zip(who, submitted, strict=True):

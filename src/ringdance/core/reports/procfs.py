@@ -1,4 +1,4 @@
-"""Describe from /proc what threads of this host's processes do. Linux only; elsewhere nothing is known.
+"""Find out from /proc what threads of this host's processes are doing. Linux only; otherwise unknown.
 
 Standard library only, because ``ringdance explain`` needs it too.
 """
@@ -19,7 +19,7 @@ _LOCKED = "waits for a lock, a queue or another thread"
 _MOST_THREADS = 2
 _PRIVATE = 128  # FUTEX_PRIVATE_FLAG: no other process can wake it; a timeout of 0 means none
 _OPEN, _READ, _WRITE, _FILE_LOCK, _CHILD, _CONNECT, _ACCEPT, _POLL, _LOCK, _SLEEP, _DEVICE = range(11)
-# Numbers of system calls, part of the kernel's stable interface: x86-64, and arm64 (and riscv64).
+# System call numbers, part of the kernel's stable interface: x86-64, and arm64 (and riscv64).
 _X86 = {
     257: _OPEN, 2: _OPEN, 0: _READ, 17: _READ, 19: _READ, 45: _READ, 47: _READ, 1: _WRITE, 18: _WRITE,
     20: _WRITE, 44: _WRITE, 46: _WRITE, 74: _WRITE, 75: _WRITE, 72: _FILE_LOCK, 73: _FILE_LOCK, 61: _CHILD,
@@ -48,7 +48,7 @@ def sample_cpu(pid: int, tid: int = 0) -> CpuSample | None:
     """Read the CPU time of a thread. Returns None if that is not possible.
 
     Args:
-        pid: A process of this host.
+        pid: A process on this host.
         tid: The kernel's number of its thread. 0 for the main thread.
     """
     words = _read(f"/proc/{pid}/task/{tid or pid}/schedstat").split()
@@ -62,7 +62,7 @@ def thread_state(pid: int, tid: int = 0) -> tuple[str, str]:
 
 
 def task_ids(pid: int) -> list[int]:
-    """Return the kernel's numbers of a process's threads, empty if they are unknown."""
+    """Return the kernel's thread ids of a process, or an empty list if they are unknown."""
     try:
         return [int(name) for name in os.listdir(f"/proc/{pid}/task")]
     except OSError:
@@ -70,10 +70,10 @@ def task_ids(pid: int) -> list[int]:
 
 
 def wakeable(tid: int) -> tuple[int, str]:
-    """Return for how many ns a thread of this process has run or waited for a core, and what it does.
+    """Return how long a thread of this process has run or waited for a core (ns), and what it is doing.
 
-    That is "sleeps" if only another thread of this process can wake it, "runs" (also if nothing is known), or
-    "" if it waits for something else, or with a timeout.
+    The latter is "sleeps" if only another thread of this process can wake it, "" if it waits for something
+    else or with a timeout, and otherwise "runs", also if nothing is known.
     """
     used = sum(map(int, _read(f"/proc/self/task/{tid}/schedstat").split()[:2]))
     call = _read(f"/proc/self/task/{tid}/syscall").split()  # after ``used``: later use will show in it
@@ -87,7 +87,7 @@ def activity(pid: int, tid: int = 0, before: CpuSample | None = None) -> str:
     """Return a clause such as "sleeps" or "reads /data/x", or "" if nothing is known.
 
     Args:
-        pid: A process of this host.
+        pid: A process on this host.
         tid: The kernel's number of its thread. 0 for the main thread.
         before: An earlier sample.
     """
@@ -101,7 +101,7 @@ def activity(pid: int, tid: int = 0, before: CpuSample | None = None) -> str:
     text = _in_call(pid, call, "pipe" in where or "partner" in where)
     if letter == "D":
         return f"{text or 'waits'} in uninterruptible I/O ({where or 'state D'})"
-    # If a process may not be traced, the kernel does not reveal its system call.
+    # The kernel does not reveal the system call of a process that may not be traced.
     return text or (_LOCKED if where.startswith("futex") else "")
 
 
@@ -109,7 +109,7 @@ def describe_threads(pid: int, before: CpuSample | None) -> str:
     """Describe what keeps a process from answering: its main thread, and other running threads.
 
     Args:
-        pid: A process of this host.
+        pid: A process on this host.
         before: An earlier sample of its main thread.
 
     Returns:
@@ -131,14 +131,14 @@ def describe_threads(pid: int, before: CpuSample | None) -> str:
 
 
 def _share(before: CpuSample | None, now: CpuSample | None) -> float:
-    """Return how much of a core a thread has used between two samples, 0 if unknown."""
+    """Return the share of a core that a thread used between two samples, 0 if unknown."""
     if before is None or now is None or now.time <= before.time:
         return 0.0
     return (now.used - before.used) / (now.time - before.time)
 
 
 def _running_threads(pid: int) -> list[str]:
-    """Return the names of the threads that run now, except the main thread."""
+    """Return the names of the threads that are running now, except the main thread."""
     states = {tid: thread_state(pid, tid) for tid in task_ids(pid) if tid != pid}
     return [f"'{name}' (thread id {tid})" for tid, (name, letter) in states.items() if letter == "R"]
 
@@ -171,7 +171,7 @@ def _with_file(pid: int, kind: int, descriptor: int, pipe: bool) -> str:
         return f"waits for a lock on the file {path}{_holder(pid)}"
     if kind == _DEVICE:
         return "waits for the GPU" if "/nvidia" in path else ""
-    if pipe or path.startswith("pipe:"):  # not by stat(), which may itself hang
+    if pipe or path.startswith("pipe:"):  # do not use stat(), which may itself hang
         return _with_pipe(kind == _WRITE, path)
     return f"{'reads' if kind == _READ else 'writes'} {path}"
 

@@ -1,4 +1,4 @@
-"""Locate this process's threads in the user's code."""
+"""Find out where this process's threads are in the user's code."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MOST_FRAMES = 8
 _MOST_THREADS = 4
 _SAMPLE_S = 0.02
 _LOADS = "waits for its data loader"
-# What a thread does, by the library files that it is in.
+# What a thread is doing, by the library files that it is in.
 _BY_FILE = (
     ("/torch/cuda/", "waits for the GPU"),
     ("/torch/_inductor/", "compiles"),
@@ -39,7 +39,7 @@ _BY_FILE = (
 def callers_of(frame: object) -> list[FrameType]:
     """Return a frame and its callers, innermost first.
 
-    While the frame's thread runs, Python 3.11 has returned a dictionary or a function as a caller.
+    While the frame's thread was running, Python 3.11 has returned a dictionary or a function as a caller.
     """
     frames = []
     while isinstance(frame, FrameType):
@@ -78,7 +78,7 @@ def thread_locations(pending: Collection[int | None] = ()) -> list[dict[str, Any
 
 
 def _doing(frames: Sequence[FrameType], said: str) -> str:
-    """Return what a thread does, judging by the library it is in, otherwise ``said``."""
+    """Return what a thread is doing, judging by the library that it is in, otherwise ``said``."""
     inside = itertools.takewhile(lambda frame: not _is_users(frame), frames)
     return doing_in([frame.f_code.co_filename for frame in inside], said)
 
@@ -86,7 +86,7 @@ def _doing(frames: Sequence[FrameType], said: str) -> str:
 def doing_in(files: Sequence[str], said: str) -> str:
     """Return what a thread does, judging by the library files it is in (innermost first), or ``said``."""
     known = [doing for file in files for part, doing in _BY_FILE if part in file]
-    # Waiting for another process says more. A loader without workers runs in the thread itself.
+    # If the thread waits for another process, say that. A loader without workers runs in this thread.
     loads = known[:1] == [_LOADS] and said and not said.startswith("waits")
     return said if not known or loads or said.startswith("waits for data") else known[0]
 
@@ -109,7 +109,7 @@ def user_frames(frames: list[FrameType], outermost: bool = True) -> list[str]:
 
     Args:
         frames: Frames of a thread, innermost first.
-        outermost: If True and no frame is the user's, name another one: the script's if there is one.
+        outermost: If True and no frame is in the user's code, name another one: the script's if possible.
     """
     script = [frame for frame in frames if frame.f_globals.get("__name__") == "__main__"][-1:] or frames[:1]
     shown = list(filter(_is_users, frames)) or (script if outermost else [])
@@ -132,7 +132,7 @@ def _location(frame: FrameType) -> str:
 
 
 def _is_users(frame: FrameType) -> bool:
-    """Return True if this is not our code, an installed package's or Python's own."""
+    """Return True for code that is not part of this package, an installed package or Python itself."""
     package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
     path = frame.f_code.co_filename
     return package not in _OWN and not (path.startswith(_PYTHONS) or _INSTALLED.search(path))

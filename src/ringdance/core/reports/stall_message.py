@@ -1,4 +1,4 @@
-"""The warning about a stall: which rank waits for what, which ranks are late, what they do, and the fix."""
+"""The warning about a stall: who waits for what, which ranks are late, what they are doing, and the fix."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Stall:
         answered = [rank for rank in self.others if rank in self.answers]
         has = {rank: self.name in pending_names(self.answers[rank], self.set_id) for rank in answered}
         self.missing = [rank for rank in answered if not has[rank]]
-        # Submitted without waking the engine: such a rank enters no round until one of its threads waits.
+        # Submitted without waking the engine: these ranks enter no round until one of their threads waits.
         self.unstarted = [
             rank for rank in answered if has[rank] and self.set_id not in self.answers[rank]["due"]
         ]
@@ -71,7 +71,7 @@ class Stall:
 
     @property
     def culprits(self) -> list[int]:
-        """Ranks that the others wait for: the late ones, or this rank if no other has submitted it."""
+        """Ranks that the others wait for: the late ones, or this rank if it alone has submitted it."""
         if len(self.missing) == len(self.others) > 1:
             names = [set(pending_names(self.answers[rank], self.set_id)) for rank in self.missing]
             if set.intersection(*names):
@@ -93,7 +93,7 @@ class Stall:
         }  # fmt: skip
 
     def under_way(self, timeout: float) -> bool:
-        """Return True if the exchange moves, or all have submitted it and idle less than ``timeout``."""
+        """True if data move, or if all have submitted the request and ``idle`` is less than ``timeout``."""
         if self.missing or self.unstarted:
             return False
         return self.moving or (not self.unknown and self.idle < timeout)
@@ -169,7 +169,7 @@ def _late(stall: Stall, rank: int, own: set[str]) -> str:
 
 
 def _divide_advice(stall: Stall, own: set[str]) -> str:
-    """Return advice about work that one rank does while the others wait, or "" if this is not such a case."""
+    """Return advice about work that one rank does while the others wait, or "" if that is not the case."""
     rank, *more = stall.missing
     status = stall.answers[rank]
     if more or stall.culprits != [rank] or status["joined"] or status["pending"] or status["waiting"]:
@@ -208,7 +208,7 @@ def _frames(status: dict[str, Any]) -> set[str]:
 def _locations(status: dict[str, Any], others: Collection[str], only_pending: bool = False) -> str:
     """Describe where a rank's threads are: their lines, and their callers' lines.
 
-    If a helper function makes the call on both ranks, show the first caller that is not on the other rank.
+    If a helper function makes the call on both ranks, show the first caller that the other rank lacks.
     """
     shown = []
     for thread in status["threads"][:_MOST_THREADS]:

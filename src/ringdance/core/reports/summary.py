@@ -15,18 +15,18 @@ _UNKNOWN = (
     "exposed communication, slowest rank: unknown: the script polled for results, or never waited "
     "for one; where else it waits cannot be seen"
 )
-_FEW = 20  # steps: with fewer, chance may make any rank the slowest
+_FEW = 20  # steps: with fewer, any rank may be the slowest by chance
 
 
 class Figures(NamedTuple):
-    """What one rank has done in some time.
+    """What one rank has done in a period of time.
 
     Attributes:
         steps: Number of steps. For a whole run, 0 if they were not counted.
-        seconds: Length of the time.
-        waited: Seconds of it that training waited for results.
-        known: True if ``waited`` is complete. False if the script polled, or got all results without a wait
-            that was seen.
+        seconds: Length of the period.
+        waited: Seconds of the period in which training waited for results.
+        known: True if ``waited`` is complete. False if the script polled, or got all its results without an
+            observed wait.
     """
 
     steps: int
@@ -55,7 +55,7 @@ class RunSummary:
 
     Args:
         words: Words of this rank's ring.
-        after: Seconds that a run must last for a summary. 0 for no summary.
+        after: Minimum length, in seconds, of a run that gets a summary. 0 for no summary.
         size: Number of ranks.
 
     Attributes:

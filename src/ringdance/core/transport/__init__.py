@@ -1,1 +1,1 @@
-"""Moves bytes between ranks. A transport knows no tensor names, no framework and no setting's origin."""
+"""Move bytes between ranks. Transports do not know tensor names, frameworks or the origin of settings."""

@@ -7,13 +7,13 @@ All collectives are non-blocking. They are started, then tested, so that one thr
         yield
 
 Collectives of one communicator match between ranks by the order in which they are started. ``messages`` and
-``post`` are not part of that order. They carry notes to single ranks, for what no agreement can carry.
+``post`` are not part of that order. They carry notes to single ranks, independently of any agreement.
 
 Note [Buffer lifetime]
     A collective uses its arrays without copying them until ``test`` has returned True. Until then, the caller
     must keep them alive, must not write to arrays that are sent, and must not read arrays that are received.
-    (A ``Pending`` holds references, but dropping it does not stop the collective.) Counts are read at once.
-    A window's memory lives until ``close``.
+    (A ``Pending`` holds references, but dropping it does not stop the collective.) Counts are read when the
+    collective is started. A window's memory lives until ``close``.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class Transport(abc.ABC):
     def ranks_of(self, comm: Any) -> tuple[int, ...]:
         """Return the ranks in this communicator, ascending, of the members of a user's communicator.
 
-        Raises ArgumentError if it is of another kind, or has members that are not in this communicator.
+        Raises ArgumentError if ``comm`` is of another kind, or has members outside this communicator.
         """
         raise ArgumentError(f"{comm!r} cannot be used: this process is not in an MPI job.")
 
@@ -129,11 +129,11 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def broadcast(self, buffer: Array, root: int) -> Pending:
-        """Copy rank ``root``'s uint8 ``buffer`` into the other ranks'. See Note [Buffer lifetime]."""
+        """Copy rank ``root``'s uint8 ``buffer`` to the other ranks' buffers. See Note [Buffer lifetime]."""
 
     @abc.abstractmethod
     def allgather(self, send: Array, receive: Array, counts: Sequence[int]) -> Pending:
-        """Concatenate uint8 ``send`` of all ranks in ``receive``. ``counts`` are the bytes from each rank.
+        """Concatenate all ranks' uint8 ``send`` in ``receive``. ``counts``: Number of bytes from each rank.
 
         See Note [Buffer lifetime].
         """
@@ -171,8 +171,8 @@ class Transport(abc.ABC):
     def hierarchy(self) -> Hierarchy | None:
         """Prepare two-stage reductions. Collective over all members, may block.
 
-        Returns None on all members if nothing is gained (one host, or one member per host), or if the members
-        of some host share no memory.
+        Returns None on all members if nothing would be gained (one host, or one member per host), or if the
+        members on some host do not share memory.
         """
 
     @abc.abstractmethod

@@ -1,4 +1,4 @@
-"""Waiting that leaves the cores to the computation. Contains the Linux-only parts of the transports.
+"""Wait without taking the cores from the computation. Contains the Linux-only parts of the transports.
 
 If all peers of a rank are on its host, it waits on a *futex*: a 32-bit word in the window, which a peer
 changes before it wakes the waiter. The peer makes a system call only if the "waiting" flag is set. It can
@@ -98,7 +98,7 @@ class EventCount:
 
 
 def process_state(pid: int) -> str:
-    """Return the state of the process ``pid`` of this host: "gone", "stopped" or "running"."""
+    """Return the state of the process ``pid`` on this host: "gone", "stopped" or "running"."""
     try:
         os.kill(pid, 0)
         with open(f"/proc/{pid}/stat") as file:

@@ -47,9 +47,9 @@ def load_mpi(thread_level: str = "multiple") -> Any:
 
 
 def _init_thread(mpi: Any, level: int) -> None:
-    """Initialize MPI, which waits for all ranks, without holding Python's lock as mpi4py's own call does.
+    """Initialize MPI, which waits for all ranks, without holding the GIL as mpi4py's own call does.
 
-    Other threads can then continue, including the one that reports which ranks are missing.
+    Other threads can therefore continue, including the one that reports which ranks are missing.
     """
     try:
         call = ctypes.CDLL(mpi.__file__).MPI_Init_thread

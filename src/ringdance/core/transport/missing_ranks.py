@@ -1,9 +1,9 @@
 """Report which ranks have not called ``init()``, before MPI can carry messages.
 
-A rank that waits in ``init()`` names one of its threads ``_MARK``. All processes of its host can read the
+A rank that waits in ``init()`` names one of its threads ``_MARK``. All processes on its host can read that
 name, and also the environment in which the launcher started the rank. Nothing has to be set up or removed,
-and ranks that have exited or were never started are noticed as well. Linux only. Elsewhere, and for other
-hosts, the report names no ranks.
+and ranks that have exited or were never started are noticed as well. Linux only. On other systems, and for
+ranks on other hosts, the report names no ranks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _OWN_RANK = "RINGDANCE_RANK"  # our own launcher sets this for the rank itself, 
 
 @dataclass
 class _Ranks:
-    """Ranks of this host. ``present`` ranks wait in init(), ``late`` ones (rank -> pid) do not."""
+    """Ranks on this host. ``present`` ranks wait in init(), ``late`` ones (rank -> pid) do not."""
 
     present: set[int] = field(default_factory=set)
     late: dict[int, int] = field(default_factory=dict)
@@ -58,14 +58,14 @@ def _watch(done: threading.Event, timeout: float, ranks: Collection[int]) -> Non
     waited = timeout
     while not done.wait(timeout):
         name, local = _scan()
-        # The lowest waiting rank of the host reports for all.
+        # The lowest waiting rank on the host reports for all of them.
         if not local.present or int(os.environ[name]) == min(local.present):
             _log.warning("ringdance: %s", _report(local, ranks, waited))
         timeout, waited = waited, 2 * waited
 
 
 def missing_rank_report(ranks: Collection[int], waited: float) -> str:
-    """Report which ranks of this host wait, and which are missing.
+    """Report which ranks on this host are waiting, and which are missing.
 
     Args:
         ranks: Ranks that are expected. Empty for all.

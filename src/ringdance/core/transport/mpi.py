@@ -55,7 +55,7 @@ class MpiTransport(Transport):
         node = self._node
         count = node.Get_size()
         size = window_size(count, vector_bytes, window_bytes)
-        # Touching a page when /dev/shm is full is a bus error, so check first. All ranks of a host agree.
+        # Touching a page when /dev/shm is full raises SIGBUS, so check first. All ranks on a host agree.
         if not all(gather(node, has_room(free_shared_memory(), count, vector_bytes, window_bytes))):
             if node.Get_rank() == 0:
                 _log.warning(
@@ -217,7 +217,7 @@ class MpiTransport(Transport):
     def _failed(self) -> list[int]:
         """Return the ranks of members that the library knows to have died."""
         try:
-            self._notes.Iprobe(tag=1)  # lets the library detect it
+            self._notes.Iprobe(tag=1)  # lets the library detect failures
         except self._mpi.Exception:
             pass
         return _failed(self._comm)

@@ -18,7 +18,7 @@ and nothing else refers to them.
 
 
 class MpiPending:
-    """A posted operation. It and ``keep``, its buffers, stay alive until it is complete."""
+    """A posted operation. Keeps itself and its buffers (``keep``) alive until it is complete."""
 
     __slots__ = ("_keep", "_request")
 
@@ -53,8 +53,8 @@ class MpiTransfer(MpiPending):
 class Incoming:
     """A receive that is posted once its message has arrived, and its size is known.
 
-    Between two processes of a host, Open MPI copies all of a message before it raises an error, even into the
-    memory behind a buffer that is too small.
+    Between two processes on a host, Open MPI copies the whole message before it raises an error. If the
+    buffer is too small, it overwrites the memory after it.
 
     Args:
         mpi: The module ``mpi4py.MPI``.
@@ -108,7 +108,7 @@ class Incoming:
     def match_all(cls) -> None:
         """Post the receives whose messages have arrived, for all communicators.
 
-        Threads: any. If another thread does so now, this one does nothing.
+        Threads: any. If another thread is already doing this, the call does nothing.
         """
         if cls._unmatched and cls._matching.acquire(blocking=False):
             try:

@@ -1,4 +1,4 @@
-"""Transports without peers: for a job with one process, and for a process outside a job."""
+"""Transports without peers: for a job with one process, and for a process that is not part of a job."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class Window:
         vector_bytes: Length of the longest vector.
         buffer_bytes: Size of each of a member's two buffers.
         fence: Makes this member's stores visible, on machines that need it.
-        shared: Event count to wake members with, and their local indices in it. None to make one.
+        shared: Event count to wake members with, and their local indices in it. None to create one.
 
     Attributes:
         vectors, piggybacks, buffers: Memory by parity, then by member. See Note [Parity].

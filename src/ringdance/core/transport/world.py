@@ -43,7 +43,7 @@ def world_transport(
         common: Values that must be equal on all ranks, by name.
         least_bytes: Replaces ``window_bytes`` on all ranks if a host has no room for the larger windows.
         timeout: Seconds after which a warning says which ranks are missing.
-        threads: If True, ask MPI for support of several threads.
+        threads: If True, request multithreading support from MPI.
 
     Raises:
         ArgumentError: ``comm`` is of another type, or does not contain this process.
@@ -62,13 +62,13 @@ def world_transport(
 
 
 def wait_for_restart(comm: Any, peers: Sequence[Identity], timeout: float, limit: float) -> None:
-    """Wait until all ranks of a job that has ended are here, ready to restart it.
+    """Wait until all ranks of a job that has ended are ready to restart it.
 
     Args:
         comm: Argument of ``world_transport``. For a list of ranks, this returns at once.
         peers: Ranks of the ended job.
         timeout: Seconds after which a warning says which ranks are missing.
-        limit: Seconds after which this fails.
+        limit: Seconds after which waiting fails.
 
     Raises:
         RankLostError: A process on this host has exited, or not all were ready in time.
@@ -124,7 +124,7 @@ def check_common(everyone: Sequence[tuple[str, dict[str, Any]]]) -> None:
 
 
 def window_fits(everyone: Sequence[tuple[str, int]], vector_bytes: int, window_bytes: int) -> bool:
-    """Return True if all hosts have room for their windows. ``everyone`` has each rank's host, free bytes."""
+    """Return True if all hosts have room for their windows. ``everyone``: each rank's host and free bytes."""
     counts = Counter(host for host, _ in everyone)
     return all(has_room(free, counts[host], vector_bytes, window_bytes) for host, free in everyone)
 

@@ -1,19 +1,19 @@
-"""Hide the sockets on which mpiexec listens from the network if no other host is part of the job.
+"""Make mpiexec's listening sockets unreachable from the network if no other host takes part in the job.
 
 Neither Open MPI's mpiexec nor Hydra has an option for this: both bind to all addresses.
 Standard library only.
 
 Note [Sockets of mpiexec]
 The attack: mpiexec listens on all addresses, on ports that the system chooses, for daemons on other hosts.
-Its protocol is not encrypted, and a daemon shows only the job's name, which is not a secret. Anyone who can
-send packets to this host could therefore talk to a program that starts processes as this user. In a job on
-one host no such connection is legitimate.
+Its protocol is not encrypted, and a daemon identifies itself only by the job's name, which is not secret.
+Anyone who can send packets to this host could therefore talk to a program that starts processes as this user.
+In a job on one host, no such connection is legitimate.
 
 The defense: ``pidfd_getfd()`` duplicates mpiexec's sockets into the agent, which is its parent.
 SO_BINDTODEVICE then restricts them to the device "lo", and the kernel delivers nothing to them from other
 devices. The option belongs to the socket, not to the descriptor, so it applies to mpiexec too. mpiexec opens
-its sockets before it starts a rank. Until then the agent repeats this every 10 ms (programs.py), which is how
-long a new socket can be reached from outside.
+its sockets before it starts a rank. Until then the agent repeats this every 10 ms (programs.py), so a new
+socket can be reached from outside for at most that long.
 
 If the kernel refuses (before Linux 5.7, or in a sandbox that forbids ``pidfd_getfd()``), ``restrict()``
 raises OSError. The agent does not try again, and sends the launcher a note, which ``--verbose`` shows. The
@@ -66,7 +66,7 @@ def listening_sockets(pid: int) -> Iterator[socket.socket]:
                     continue
                 ours = _take(process, int(name))
             except OSError as error:
-                if error.errno in (errno.ENOENT, errno.EBADF):  # it has been closed in the meantime
+                if error.errno in (errno.ENOENT, errno.EBADF):  # the socket has been closed in the meantime
                     continue
                 raise
             with socket.socket(fileno=ours) as sock:

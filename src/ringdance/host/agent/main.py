@@ -1,9 +1,10 @@
 """The agent: supervise one host of a job, either the launcher's own or one reached over ssh or srun.
 
-It creates the job's directories, starts mpiexec or whatever mpiexec wants started here, and passes on what
-the ranks report and write (wrappers.py). It ends every process of the job and removes its files when the
-launcher asks for it, when the connection is closed, or when the launcher has been silent for too long. If the
-agent is killed, a process that it has forked takes over (``Cleanup.fork_backup()``). Standard library only.
+The agent creates the job's directories, starts mpiexec or the commands that mpiexec needs on this host, and
+forwards the ranks' reports and output (wrappers.py). It ends every process of the job and removes the job's
+files when the launcher asks for it, when the connection is closed, or when the launcher has been silent for
+too long. If the agent is killed, a process that it has forked takes over (``Cleanup.fork_backup()``).
+Standard library only.
 
 Messages (``launch.messages.Frames``) travel over stdin and stdout. From the launcher:
 ``{"job", ...}`` once; ``{"put": name, "mode"}`` with a file's bytes; ``{"spawn": n, "command" or "argv"}``;
@@ -49,7 +50,7 @@ _FULL = 4 << 20  # above this many bytes unsent to the launcher, the ranks' outp
 _FULL_LOCAL = 1 << 18
 _DRAIN_S = 3.0
 _ANSWER_S = 0.5
-_SLEPT_S = 2.0  # such a gap between turns of the loop, normally half a second, means a stopped process
+_SLEPT_S = 2.0  # a gap this long between turns of the loop, normally half a second, means a stopped process
 _RESULT_BYTES = 1 << 20  # bytes of a result file per message
 _SET = "Set TMPDIR, where the job is started, to a directory that is writable on all hosts"
 _RESULT = re.compile(r"result\.\d+\.pkl")
@@ -81,7 +82,7 @@ class _Agent:
         self._wake = linux.wake_on_signals()
 
     def run(self) -> None:
-        """Serve until the job is over or the launcher has exited. Then nothing of the job is left here."""
+        """Serve until the job is over or the launcher has exited. Leaves nothing of the job on this host."""
         self._selector.register(0, selectors.EVENT_READ, self._from_launcher)
         self._selector.register(self._wake, selectors.EVENT_READ, self._reap)
         if not self._local:
@@ -185,7 +186,7 @@ class _Agent:
         except OSError as error:
             return f"the job's directory {self._directory} cannot be created: {error.strerror}. {_SET}"
         self._port_lock, self._port = free_port()
-        # The launcher's settings override the login's on this host.
+        # The launcher's settings override those of the login on this host.
         settings = {
             name: text.replace(OWN_DIRECTORY, self._directory)
             for name, text in message["environ"].items()
@@ -223,7 +224,7 @@ class _Agent:
         self._programs.reap()
 
     def _clean(self, failed: bool, wanted: bool) -> None:
-        """End the job here: leave nothing of it behind, and send everything that its ranks have written."""
+        """End the job on this host: leave nothing behind, and send everything that its ranks have written."""
         results = self._results(wanted and not failed)
         clean = self._cleanup.run(failed) if self._cleanup else True
         self._wrappers.read_rest()
@@ -255,7 +256,7 @@ class _Agent:
             self._launcher.flush()
             if self._launcher.unsent < unsent:
                 until = time.monotonic() + _DRAIN_S
-            elif self._local:  # the end of a local launcher is detected, so the output's reader must be slow
+            elif self._local:  # a local launcher's exit would be noticed, so the reader is only slow
                 continue
             elif time.monotonic() > until and (self._timeout is None or self._launcher_is_silent()):
                 return False
@@ -265,8 +266,8 @@ class _Agent:
 def main(arguments: list[str]) -> None:
     """Run an agent. ``arguments`` are the descriptors for ``_Agent``, or empty."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        # A signal to all processes of a user, session or container reaches the launcher too, which decides.
-        # This is a handler because programs that are started would inherit an ignored signal.
+        # A signal to all processes of a user, session or container also reaches the launcher, which decides.
+        # Use a handler, because the programs that are started here would inherit an ignored signal.
         signal.signal(number, lambda *_: None)
     linux.adopt_orphans()
     # Nothing else may write to the descriptor for messages.

@@ -22,7 +22,7 @@ from .loopback import restrict
 _DAEMONS = ("prted", "orted", "hydra", "pmi_proxy")
 _DAEMON_PATH = re.compile(r"(?:^|(?<=;))(?=\"?/[^\s;=]* )")  # where it starts in the shell command
 # Runs a program with these signals blocked. See Note [Signals to all processes]. Open MPI replaces handlers
-# and ignored signals, but unblocks nothing. A shell does unblock them.
+# and ignored signals, but does not unblock any signal. A shell does.
 _BLOCK = "import os,signal,sys;signal.pthread_sigmask(0,(1,2,15));os.execv(sys.argv[1],sys.argv[1:])"
 _DEAF = [sys.executable, "-I", "-S", "-c", _BLOCK]
 _RESTRICT_S = 0.01  # between scans for new sockets of mpiexec, until its first rank runs
@@ -137,5 +137,5 @@ class Programs:
             if pid == self._restricted:
                 self.restricting = None
             self._launcher.send({"exited": number, "pid": pid, "code": code, "time": time.time()})
-        if code < 0 and name.startswith(_DAEMONS):  # other processes belong to the user
+        if code < 0 and name.startswith(_DAEMONS):  # all other processes are the user's
             self._launcher.send({"died": pid, "name": name, "signal": -code})

@@ -1,9 +1,9 @@
 """The wrapper that mpiexec starts for each rank. It runs the user's command and reports how it ended.
 
-It finds the socket of its host's agent (main.py) by the job's ID. There are two processes. mpiexec knows the
-front and may SIGKILL it at any moment (Hydra does so as soon as a rank aborts). The supervisor outlives it
-long enough to end the rank and to report. The rank's stdout and stderr are pipes, and their reading ends are
-sent over that socket, so that output can be assigned to its rank with every MPI library. Standard library
+It finds the socket of its host's agent (main.py) by the job's ID. There are two processes. mpiexec knows only
+the front and may SIGKILL it at any moment (Hydra does so as soon as a rank aborts). The supervisor outlives
+the front long enough to end the rank and to report. The rank's stdout and stderr are pipes whose reading ends
+are sent over that socket, so that output can be assigned to its rank with every MPI library. Standard library
 only. A start takes 30 ms.
 
 Supervisor to launcher: ``{"rank", "size", "host"}`` with stdout and stderr to read, then
@@ -46,8 +46,8 @@ _VARIABLES = (
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _FORWARDED = (*_ENDING, signal.SIGUSR1, signal.SIGUSR2)
 _BEFORE_OTHERS_S = 1.5
-_SAME_S = 2.0  # maximum time between a signal to all processes and the launcher's signal that follows
-_FULL = 1 << 20  # with fewer free bytes, /dev/shm counts as full
+_SAME_S = 2.0  # maximum time between a signal to all processes and the launcher's own signal
+_FULL = 1 << 20  # if fewer bytes are free, /dev/shm counts as full
 DIRECTORY = "RINGDANCE_JOB_DIRECTORY"
 """Environment variable of the rank: the job's directory on its host."""
 
@@ -104,11 +104,11 @@ def _exec(command: list[str], where: Mapping[str, int], port: int, streams: list
 
 
 def reason_of(code: int, out_of_memory: bool) -> str:
-    """Return a clause that explains the signal that has just ended the rank, "" if the host shows no reason.
+    """Return a clause that explains the signal that has just ended the rank, or "" if no reason is known.
 
     Args:
         code: Exit code or -signal.
-        out_of_memory: True if the kernel killed a process of its cgroup for lack of memory.
+        out_of_memory: True if the kernel killed a process in the rank's cgroup for lack of memory.
     """
     if code == -signal.SIGKILL and out_of_memory:
         return "by the kernel, because its container (cgroup) reached its memory limit"
@@ -121,7 +121,7 @@ def reason_of(code: int, out_of_memory: bool) -> str:
 
 
 class _Supervisor:
-    """Parent of the rank, beyond mpiexec's reach.
+    """The rank's parent process, which mpiexec cannot kill.
 
     Args:
         channel: Connection to the launcher.
@@ -140,7 +140,7 @@ class _Supervisor:
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
     def run(self, command: list[str]) -> int:
-        """Run the rank to its end. Return its exit code as a shell would."""
+        """Run the rank until it ends. Return its exit code as a shell would."""
         try:
             rank, size = rank_and_size(os.environ)
         except LookupError as error:
@@ -193,7 +193,7 @@ class _Supervisor:
             linux.send_signal(self._child, number)
 
     def _wait(self) -> int | None:
-        """Wait for the rank and pass on signals. Return its exit code or -signal, None without an agent."""
+        """Wait for the rank and pass on signals. Return its exit code or -signal, None if the agent exits."""
         while True:
             pid, status = os.waitpid(self._child, os.WNOHANG | os.WUNTRACED)
             if pid and os.WIFSTOPPED(status):
@@ -206,7 +206,7 @@ class _Supervisor:
                 return None
 
     def _listen(self, watched: list[int], seconds: float | None = None) -> bool:
-        """Wait for any of these descriptors, and act on it. Returns False if the agent has exited."""
+        """Wait until one of the descriptors is ready and handle it. False if the agent has exited."""
         readable, _, _ = select.select(watched, [], [], seconds)
         if self._wake in readable:
             os.read(self._wake, 512)
@@ -215,8 +215,8 @@ class _Supervisor:
             numbers = os.read(self._front, 64)
             self._front_gone = not numbers
             self._mpiexec_sent_sigterm |= signal.SIGTERM in numbers
-            # Without delay: a rank in MPI_Abort expects to be killed. Otherwise it may continue as if all was
-            # well.
+            # Without delay, because a rank in MPI_Abort expects to be killed. Otherwise it may continue as if
+            # nothing had happened.
             for number in numbers or [signal.SIGKILL]:
                 self._send(number)
         if self._channel.sock.fileno() not in readable:
@@ -226,7 +226,7 @@ class _Supervisor:
             self._stay = message.get("stay", 0.0 if "over" in message else self._stay)
             time.sleep(message.get("after", 0.0))
             number = message.get("signal", 0)  # 0 means none
-            # Do not send this signal to a rank that another one has already asked to end: it may be saving.
+            # Do not send this signal if another one has already asked the rank to end, which may be saving.
             # SIGHUP does not count, because Open MPI installs a handler for it that does nothing.
             same = (signal.SIGTERM, signal.SIGINT) if number in _ENDING else (number,)
             if time.monotonic() - max(self._had.pop(other, 0.0) for other in same) > _SAME_S:
@@ -247,7 +247,7 @@ def main(arguments: list[str]) -> None:
     # The directory's path may differ between hosts: it is where this host's agent has created it.
     directories = [host_directory(base, job) for base in (*named.split(os.pathsep), *bases(os.environ))]
     os.environ[DIRECTORY] = next(filter(is_own, directories), os.devnull)
-    # Open MPI passes its variables on from host to host, but this path differs between hosts.
+    # Open MPI forwards its variables from host to host, but this path differs between hosts.
     for name in [name for name, value in os.environ.items() if value == SHARED]:
         os.environ[name] = host_shared(job)
     path = os.path.join(os.environ[DIRECTORY], "s")

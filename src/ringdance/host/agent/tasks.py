@@ -1,4 +1,4 @@
-"""Tasks of an agent other than a job: receive files and pass them on, and run the doctor's probes.
+"""What an agent does apart from running jobs: receive files and pass them on, run the doctor's probes.
 
 Messages: ``{"task": name, ...}`` is answered by ``{"answer": name, "problem": text, ...}``.
 receive.py handles the messages of ``"copy"``. Standard library only.
@@ -44,7 +44,7 @@ class Tasks:
             self._launcher.send({"answer": "probe", "problem": f"{type(error).__name__}: {error}"})
 
     def _probe(self, request: dict[str, Any]) -> None:
-        """Start the doctor's probes and answer with their output. They end with this process."""
+        """Start the doctor's probes and answer with their output. The probes exit when this process does."""
         process = subprocess.Popen(
             # -P: a random.py in the working directory must not be imported.
             [sys.executable, "-P", "-m", "ringdance.tools.doctor.probe"],

@@ -109,7 +109,7 @@ class Wrappers:
         return bool(data)
 
     def read_rest(self) -> None:
-        """Pass on all remaining output. The processes that held it open no longer exist."""
+        """Pass on all remaining output. The processes that could write more no longer exist."""
         for connection in self._connections.values():
             for descriptor in list(connection.streams):
                 while self._read(connection, descriptor):
@@ -125,7 +125,7 @@ class Wrappers:
         if "go" not in message:
             connection.channel.send(message)
             return
-        # Do not use mpiexec's forwarding of stdin: Open MPI's does not pass on its end to every program.
+        # Do not let mpiexec forward stdin: with Open MPI, not every program would see the end of its input.
         if message["go"]["RANK"] == 0 and self._stdin >= 0:
             stdin, self._stdin = self._stdin, -1
         else:

@@ -4,7 +4,7 @@ Over a separate connection to each host, the launcher sends the list of files (`
 complete, its checksum (``end``). Chunks come from the launcher or, over TCP, from the previous host, and are
 passed on to the next host. A machine between two hosts can thus corrupt a chunk, but the file is then
 discarded. A file is written under another name in its directory, and renamed when it is complete and correct.
-The next copy continues an interrupted one. Standard library only.
+If a copy is interrupted, the next one continues it. Standard library only.
 
 Launcher to agent, each a ``{"task": "copy", "do": ...}``: ``begin`` (``root``, ``checksum``) with a JSON
 list of [path, kind, size, mode, time, text] as bytes, ``listen`` and ``next`` (``token``, ``port``,
@@ -147,7 +147,8 @@ class Receiver:
     def _pass_on(self, message: dict[str, Any], payload: bytes) -> None:
         """Send a chunk to the next host. Wait until it is sent, so that nothing more is read before.
 
-        The end of the launcher also ends the wait. Otherwise a stopped next host would block this agent.
+        The wait also ends when the launcher exits. Otherwise, a next host that has stopped would block this
+        agent.
         """
         if not self._after:
             return
@@ -155,7 +156,7 @@ class Receiver:
         frames.send({"file": message["file"], "at": message["at"]}, payload)
         poll = select.poll()
         poll.register(frames.write_fd, select.POLLOUT)
-        poll.register(launcher, 0)  # reports only that the other end has closed
+        poll.register(launcher, 0)  # reports only that the launcher has closed its end
         while frames.unsent and frames.open and launcher not in dict(poll.poll()):
             frames.flush()
         if frames.unsent or not frames.open:

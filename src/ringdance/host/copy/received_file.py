@@ -15,7 +15,7 @@ from ..directories import host_name
 from ..system import linux
 
 DONE = -1
-"""Stands for a complete file in place of the number of bytes that are here."""
+"""Used instead of the number of bytes that are here, for a complete file."""
 
 _READ = 1 << 20
 _CLOSE_NS = 1_000_000  # some file systems round times
@@ -37,7 +37,7 @@ class ReceivedFile:
     Attributes:
         have: Number of bytes that are here, or ``DONE``.
         digest: SHA-256 of the source, "" until known.
-        failed: True once it has been given up.
+        failed: True once the file has been given up.
     """
 
     def __init__(self, path: str, size: int, mode: int, changed: int) -> None:
@@ -78,7 +78,7 @@ class ReceivedFile:
             if name.startswith(f"{self._stem}{self._key}-") and not self._draft:
                 self._draft = path
                 self.have = min(os.lstat(path).st_size, self._size)
-            else:  # it belongs to another version of the file, or to a second copy
+            else:  # a draft of another version of the file, or a second draft of this one
                 os.unlink(path)
         return self.have
 
@@ -98,7 +98,7 @@ class ReceivedFile:
         """Write a chunk. Return how many of its bytes were new.
 
         Raises:
-            OSError: It cannot be written.
+            OSError: The file cannot be written.
         """
         if self.have == DONE or at + len(data) <= self.have:
             return 0
@@ -146,7 +146,7 @@ class ReceivedFile:
         """Rename the file, with its mode and time, and return True. If corrupt, delete it and return False.
 
         Raises:
-            OSError: It cannot be renamed.
+            OSError: The file cannot be renamed.
         """
         file = self._open()
         if self._hash.hexdigest() != self.digest:
@@ -175,7 +175,7 @@ def partials_in(directory: str) -> set[str]:
 
 
 def _shortened(name: str) -> str:
-    """Return a name short enough to leave space for more within the 255 bytes of file systems."""
+    """Replace a long name, so that additions still fit in the 255 bytes that file systems allow."""
     data = name.encode(errors="surrogateescape")
     return name if len(data) <= 160 else hashlib.sha256(data).hexdigest()[:40]
 

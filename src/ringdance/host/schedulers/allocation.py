@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ringdance.host.schedulers.hostfile import HostList
 
 CONTAINERS_START_S = 300.0
-"""Seconds within which all containers of a job must answer. They do not all start at the same time."""
+"""Seconds within which all containers of a job must answer. Some start later than others."""
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Allocation:
     Attributes:
         hosts: Names and slots.
         source: Name of the scheduler, for messages.
-        method: Program that starts processes on the hosts: "ssh" or "srun".
+        method: Program to start processes on the hosts with: "ssh" or "srun".
         ssh_arguments: Further arguments for ssh, set by the scheduler.
         start_timeout: Seconds during which hosts may still be starting.
         refused: Reason why a job on all hosts must not be started from this host, or "".

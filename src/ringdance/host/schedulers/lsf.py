@@ -25,6 +25,6 @@ def allocation(environ: Mapping[str, str]) -> Allocation | None:
     first, *others = hosts
     batch = first[1] == 1 and ("batch" in first[0] or "login" in first[0])
     if batch and others and all(slots > 1 for _, slots in others):
-        hosts = others  # the batch node only runs the job's script
+        hosts = others  # the batch node only runs the batch script
     job = f"LSF job {environ['LSB_JOBID']}"
     return Allocation(hosts, job, unattended="LSB_INTERACTIVE" not in environ)

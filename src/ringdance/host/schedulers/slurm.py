@@ -50,7 +50,7 @@ def allocation(environ: Mapping[str, str]) -> Allocation | None:
             "Pass the hosts with -H"
         )
     method = "srun" if shutil.which("srun", path=environ.get("PATH")) else "ssh"
-    # salloc's shell does not have SLURM_PROCID. A step, for which the user requested tasks from srun, has
+    # salloc's shell does not have SLURM_PROCID. A step, whose tasks the user requested from srun, also has
     # their number.
     batch = "SLURM_PROCID" in environ and "SLURM_STEP_NUM_TASKS" not in environ
     hosts = list(zip(names, slots, strict=True))
@@ -83,7 +83,7 @@ def of_a_step(environ: Mapping[str, str]) -> dict[str, str]:
 
 @cache
 def _resources(job: str) -> dict[str, str]:
-    """Return the generic resources that a job has on each of its nodes, such as ``gpu:2``."""
+    """Return the generic resources allocated to a job on each of its nodes, such as ``gpu:2``."""
     asked = ["scontrol", "--details", "show", "job", job]
     done = subprocess.run(asked, capture_output=True, text=True, errors="replace", check=False)
     if done.returncode:

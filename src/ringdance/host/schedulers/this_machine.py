@@ -15,7 +15,7 @@ _AT_ONCE, _KEPT_S = 64, 300.0  # lookups in parallel; seconds for which an answe
 
 
 def local_names(names: Iterable[str]) -> frozenset[str]:
-    """Return the ``names`` that refer to this machine: its own name, or names of its addresses.
+    """Return the ``names`` that refer to this machine: its own name, or names that resolve to it.
 
     Names are looked up in parallel. Answers are cached, because starting a job asks several times.
     """

@@ -3,7 +3,8 @@
 mpi4py finalizes MPI when the interpreter exits, even after an uncaught exception or ``sys.exit(1)``. The
 peers would then wait for the failed rank, and it would wait for them. This module exits without finalizing
 instead, so that mpiexec ends the job. It does so only in the rank itself, not in its children. A user's
-``sitecustomize`` is imported too. Scripts that use the engine are unaffected, as it stops the job itself.
+``sitecustomize`` is imported too. Scripts that use the engine are unaffected, because the engine stops the
+job itself.
 """
 
 import atexit
@@ -16,7 +17,7 @@ import time
 import types
 
 _FRAMEWORKS = ("torch", "tensorflow", "jax", "keras", "tf_keras", "mxnet", "ringdance.numpy")
-# Modules that join ranks in another way, or may do so. With them, nothing is reported.
+# Modules that connect ranks in another way, or may do so. If one is loaded, nothing is reported.
 _OTHERS = (
     "mpi4py.MPI", "accelerate", "lightning", "pytorch_lightning", "deepspeed", "ray", "torch.distributed.run",
 )
@@ -39,7 +40,7 @@ def _import_the_next() -> None:
 
 
 def _has_joined_otherwise() -> bool:
-    """Return True if this process joined others through its framework. The state checked stays set."""
+    """Return True if this process joined others through its framework, even if it has left them since."""
     torch = sys.modules.get("torch.distributed.distributed_c10d")
     jax = getattr(sys.modules.get("jax._src.distributed"), "global_state", None)
     tensorflow = getattr(sys.modules.get("tensorflow.python.eager.context"), "_context", None)
@@ -93,7 +94,7 @@ def _watch() -> None:
         try:
             if os.getpid() == pid and not failed:
                 _tell_of_training_alone(codes.CAUSE_MARK)
-        except Exception:  # the script may have changed its modules in any way
+        except Exception:  # the script may have modified its modules in any way
             pass
         code = 1 if failed else codes.exit_code()
         if not code or os.getpid() != pid or mpi is None:

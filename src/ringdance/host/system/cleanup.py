@@ -31,7 +31,7 @@ _LIMIT_S = 4.0
 _INSPECT_S = 0.4
 _INSPECT_ALL_S = 1.5  # all processes of the host
 _WATCH_S = 0.002  # between checks of /dev/shm
-_WATCH_FREE_S = 1.0  # total cost up to which checks are frequent: most files are created when a job starts
+_WATCH_FREE_S = 1.0  # CPU time spent on frequent checks at first, when most files are created
 _WATCH_SHARE = 0.1  # maximum share of a core for later checks
 _POLL_S = 0.1  # minimum time between later checks, and between all checks if the kernel reports no changes
 _OLD_S = 10.0  # a younger directory may not be locked yet
@@ -57,9 +57,10 @@ def make_directories(directories: Iterable[str], job: str) -> None:
             shutil.rmtree(left, ignore_errors=True)
         os.mkdir(directory, 0o700)
         with contextlib.suppress(OSError):  # without it, no later job will remove the directory
-            os.symlink(job, os.path.join(directory, linux.MARKER))  # takes no space, even on a full disk
+            # A short symlink is stored in its inode, so this works even on a full disk.
+            os.symlink(job, os.path.join(directory, linux.MARKER))
         descriptor = os.open(directory, os.O_RDONLY)  # never closed: the lock ends with the process
-        with contextlib.suppress(OSError):  # some network file systems have no locks; then nothing is removed
+        with contextlib.suppress(OSError):  # without locks (some network file systems), nothing is removed
             fcntl.flock(descriptor, fcntl.LOCK_SH)
 
 
@@ -73,11 +74,11 @@ def job_of(directory: str) -> str:
 
 
 def abandoned(base: str) -> list[str]:
-    """Return the directories of this user's dead jobs in ``base``: without a lock, and without a process."""
+    """Return the directories in ``base`` that this user's dead jobs left: no lock and no process remains."""
     left = []
     for path in (entry.path for entry in _entries(base) if entry.name.startswith("ringdance-")):
         job = job_of(path)
-        with contextlib.suppress(OSError):  # its own job is removing it, or the file system has no locks
+        with contextlib.suppress(OSError):  # the job itself is removing it, or the file system has no locks
             if job and time.time() - os.lstat(path).st_mtime > _OLD_S and not linux.locked(path):
                 left += [] if linux.job_processes(job) else [path]
     return left
@@ -91,7 +92,7 @@ class Cleanup:
         directories: Directories to remove with all their contents.
         began: Start of the job, seconds since the epoch. Older files in shared memory do not belong to it.
         root: A process whose descendants also belong to the job, marked or not.
-        reap: Called repeatedly to collect the exit status of children.
+        reap: Called repeatedly, to collect the exit status of children.
     """
 
     def __init__(
@@ -116,7 +117,7 @@ class Cleanup:
     def run(self, failed: bool = True) -> bool:
         """Kill processes and remove files. Returns True if nothing is left.
 
-        Takes tens of milliseconds, at most 4 s. Takes longer if a monitor completes the timeline's file.
+        Takes tens of milliseconds, at most 4 s, or longer if a monitor is completing a timeline file.
 
         A job that has not ``failed`` may leave shared memory behind on purpose. Then only memory that is
         mapped by processes that must be killed here is removed.
@@ -184,7 +185,7 @@ class Cleanup:
         read, write = os.pipe()
         self.backup = os.fork()
         if self.backup:
-            os.close(read)  # only the end of this process closes `write`
+            os.close(read)  # `write` is closed only when this process exits
             return
         os.close(write)
         os.setsid()
@@ -198,7 +199,7 @@ class Cleanup:
         os._exit(0)
 
     def _end_processes(self) -> set[int]:
-        """Kill until no process is found twice in a row, since one may fork while the table is being read."""
+        """Kill until two scans in a row find nothing, since a process may fork while the table is read."""
         began, quiet, left, limit = time.monotonic(), 0, set[int](), _LIMIT_S
         while quiet < 2 and (passed := time.monotonic() - began) < limit:
             left = linux.job_processes(self._job, self._root) - {self.backup}
@@ -255,7 +256,7 @@ def _used_by(pids: Iterable[int], seconds: float) -> tuple[set[int], bool]:
 
 
 def _shared(began: float) -> dict[str, int]:
-    """Return path and inode of shared-memory files that a job that started at ``began`` may have created."""
+    """Return paths and inodes of shared-memory files that a job started at ``began`` may have created."""
     files = {}
     for entry in _entries(_SHM):
         if _OF_LIBRARIES.match(entry.name):

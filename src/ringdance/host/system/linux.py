@@ -109,14 +109,14 @@ def locked(path: str) -> bool:
 
 
 def _stat(pid: int | str) -> list[bytes]:
-    """Return the fields of /proc/PID/stat from the state onwards, none if the process is dead."""
+    """Return the fields of /proc/PID/stat from the state onwards, or [] if the process is dead."""
     # "pid (name) state ppid ...": the name may contain spaces and parentheses.
     fields = _read(f"/proc/{pid}/stat").rpartition(b")")[2].split()
     return fields if fields and fields[0] not in (b"Z", b"X") else []
 
 
 def _processes() -> dict[int, tuple[int, bytes]]:
-    """Return parent and environment of all living processes, without zombies."""
+    """Return parent and environment of all living processes, excluding zombies."""
     processes = {}
     if LINUX:
         for pid in filter(str.isdigit, os.listdir("/proc")):
@@ -194,7 +194,7 @@ def _owner(pid: int) -> int:
 
 
 def start_of(pid: int) -> str:
-    """Return what distinguishes a process from a later one with the same pid, "" if it does not exist."""
+    """Return a text that distinguishes a process from later ones with the same pid, "" if it has exited."""
     if LINUX:
         return b"".join(_stat(pid)[19:20]).decode()
     return run(["ps", "-o", "lstart=", "-p", str(pid)])[1].strip()
@@ -229,7 +229,7 @@ def _open_files(pid: int) -> Iterator[tuple[str, str]]:
 def shared_files(pid: int) -> set[int]:
     """Return the inodes of the files in /dev/shm that a process has mapped or open.
 
-    Their names would not do: a semaphore is created under a temporary name, and /proc shows that name.
+    Names would not be enough: a semaphore is created under a temporary name, and /proc shows that name.
     """
     maps = _read(f"/proc/{pid}/maps").split(b"\n")
     inodes = {int(line.split(None, 5)[4]) for line in maps if b" /dev/shm/" in line}

@@ -80,13 +80,13 @@ def devices() -> list[str]:
     texts = map(linux.text, sorted(glob.glob("/proc/driver/nvidia/gpus/*/information")))
     gpus = [dict(re.findall(r"^(Model|Device Minor):\s*(.+?)\s*$", text, re.MULTILINE)) for text in texts]
     names = {gpu.get("Device Minor", str(n)): gpu.get("Model", "NVIDIA GPU") for n, gpu in enumerate(gpus)}
-    # These files do not exist before the first use after a boot.
+    # These files do not exist until the devices are first used after a boot.
     files = [path.removeprefix("/dev/nvidia") for path in glob.glob("/dev/nvidia[0-9]*")]
     return [names.get(minor, "NVIDIA GPU") for minor in files or names]
 
 
 def problem() -> str:
-    """Return what every job needs and this machine lacks, or ""."""
+    """Return a requirement of every job that this machine does not meet, or ""."""
     try:
         os.getcwd()
     except FileNotFoundError:

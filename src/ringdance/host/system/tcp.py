@@ -76,10 +76,10 @@ def _authenticate(sock: socket.socket, token: bytes, own: bytes, peer: bytes) ->
 
 
 def _exactly(sock: socket.socket) -> bytes:
-    """Read ``_SIZE`` bytes.
+    """Read exactly ``_SIZE`` bytes.
 
     Raises:
-        OSError: The peer has closed the connection, or sends nothing in time.
+        OSError: The peer has closed the connection, or does not send anything in time.
     """
     data = b""
     while len(data) < _SIZE:
