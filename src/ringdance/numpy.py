@@ -166,7 +166,7 @@ def reducescatter(
 
 
 def join() -> int:
-    """Contribute zeros to the other ranks' collectives until all ranks have joined. Return the last rank to join."""
+    """Contribute zeros to the other ranks' calls until all have joined. Return the last rank to join."""
     return collectives.join(session.engine())
 
 

@@ -3,9 +3,9 @@
 Beyond Horovod: all functions accept bfloat16, uint8, int8, int16, unsigned, complex and bool tensors.
 Non-contiguous tensors are copied first. In-place operations raise an error for them instead.
 
-The arguments are described in ``allreduce`` and mean the same everywhere: ``name`` is the key that matches the
-ranks' calls (unnamed calls match by order), and ``process_set`` contains the ranks that take part. All
-functions raise the same kinds of errors.
+The arguments documented for ``allreduce`` mean the same everywhere. ``name`` is the key that matches the
+ranks' calls (unnamed calls match by order), and ``process_set`` holds the participating ranks. All functions
+raise the same kinds of errors.
 Variants with ``_async`` return a handle at once, for ``poll`` and ``synchronize``. Variants that end in ``_``
 work in place and are not differentiable. ``grouped_`` variants exchange several tensors together.
 """
@@ -184,7 +184,7 @@ def sparse_allreduce_async(
 def allgather(
     tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
-    """Return all ranks' tensors concatenated along dimension 0, whose size may differ. Differentiable."""
+    """Return the ranks' tensors concatenated along dimension 0, whose size may differ. Differentiable."""
     call = movement(Collective.ALLGATHER, name, process_set)
     if isinstance(tensor, Tensor) and tensor.dim() == 0:
         error = IndexError("allgather needs a tensor with at least one dimension. Use tensor.reshape(1).")
@@ -272,7 +272,10 @@ def reducescatter(
     tensor: Tensor, name: str | None = None, compression: Any = Compression.none, op: int = Average,
     process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
 ) -> Tensor:
-    """Reduce (Average or Sum) and return this rank's rows: d // n of d rows, plus one on the first d % n ranks."""
+    """Reduce (Average or Sum) and return this rank's rows.
+
+    For d rows and n ranks, each rank gets d // n rows, and the first d % n ranks get one more.
+    """
     call = reducescatter_call(name, None, op, prescale_factor, postscale_factor, process_set)
     return run(call, (tensor,), compression)[0]
 
@@ -305,7 +308,7 @@ def grouped_reducescatter_async(
 
 
 def join(device: int = -1) -> int:
-    """Contribute zeros to the other ranks' collectives until all ranks have joined.
+    """Contribute zeros to the other ranks' calls until all have joined.
 
     Returns:
         The last global rank to join, the same on all ranks. ``device`` is accepted but has no effect.

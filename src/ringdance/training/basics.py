@@ -178,7 +178,7 @@ def gloo_built() -> bool:
 
 
 def nccl_built() -> int:
-    """Return 0, because only ``ringdance.torch`` uses NCCL. An integer, because scripts compare it as a version."""
+    """Return 0, because only ``ringdance.torch`` uses NCCL. Scripts compare the number."""
     return 0
 
 

@@ -214,7 +214,7 @@ class Keep(enum.Enum):
 
 @dataclass(frozen=True)
 class Backward:
-    """How to compute a collective's gradient: run another collective on the results' gradients, then a local step.
+    """Computes a collective's gradient: a collective on the results' gradients, then a local step.
 
     All ranks of the set must run the backward pass. The gradient of a named call has the name
     ``<name>.grad``. The gradients of unnamed calls have no names, so they must run in the same order on all
@@ -326,7 +326,7 @@ def barrier(engine: Engine, set_id: int = 0) -> None:
 
 
 def join(engine: Engine) -> int:
-    """Contribute zeros to the other ranks' collectives until all ranks have joined. Returns the last rank to join."""
+    """Contribute zeros to the other ranks' calls until all have joined. Returns the last rank to join."""
     last: int = engine.submit(Request(_JOIN), wake=False).wait()
     engine.joins += 1
     for listener in [reference() for reference in _listeners.get(engine, [])]:

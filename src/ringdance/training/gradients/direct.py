@@ -54,14 +54,14 @@ class DirectBuckets:
                 return
             self._launched += 1
             if bucket.expected and self.deviation is not Deviation.MISSING:
-                # If launch() raises or refuses, this rank is one call behind the others.
+                # Set first: if launch() raises or refuses, this rank is one call behind the other ranks.
                 before, self.deviation = self.deviation, Deviation.MISSING
                 bucket.work = self._source.launch(self._buckets.call(bucket.name), bucket.expected)
                 if bucket.work is not None:
                     self.deviation = before
 
     def spoil(self) -> None:
-        """Note that the launched buckets hold gradients of another pass. Thread: script."""
+        """Note that the launched buckets contain another pass's gradients. Thread: script."""
         if self._launched:
             self.deviation = max(self.deviation, Deviation.OTHER)
 
@@ -74,7 +74,7 @@ class DirectBuckets:
         """Drop the launched buckets. Thread: exchanging.
 
         Args:
-            abort: If True, abort the communicator: a rank has not launched the same buckets as this one.
+            abort: If True, abort the communicator, because a rank has not launched the same buckets.
         """
         self.restart()
         self._buckets.restart()
