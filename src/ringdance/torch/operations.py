@@ -264,7 +264,7 @@ def alltoall(
 def alltoall_async(
     tensor: Tensor, splits: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Start an ``alltoall``. ``synchronize`` always returns (output, received_splits), even if no splits are given."""
+    """Start an ``alltoall``. ``synchronize`` returns (output, received_splits), even without splits."""
     return start(movement(Collective.ALLTOALL, name, process_set), (tensor,), splits=splits)
 
 

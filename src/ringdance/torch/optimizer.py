@@ -131,7 +131,7 @@ class _Distributed(Wrapped):
 
     @compiler_disable
     def synchronize(self) -> None:
-        """Reduce the gradients now, if needed. Only useful before ``backward_passes_per_step`` passes are done."""
+        """Ensure that gradients are reduced. Only needed before backward_passes_per_step is reached."""
         self._prepare()
         self._finish_exchange()
         self._by_hand = True
@@ -154,7 +154,7 @@ class _Distributed(Wrapped):
     def step(self, closure: Closure | None = None) -> Any:
         """Make a step with reduced gradients. Gradients computed by ``closure`` are reduced before use.
 
-        For LBFGS, the closure's loss is averaged over the ranks, so that all ranks search along the same line.
+        For LBFGS, the closure's loss is averaged over the ranks, so that all ranks search the same line.
         """
         self._prepare()
         if (exchange := self._exchange) is not None:

@@ -83,7 +83,7 @@ class CheckpointFiles:
         return self._directory / f"{self._name}-{number:08d}{self._suffix}"
 
     def scan(self) -> list[SavedCheckpoint]:
-        """Return all checkpoints: damaged ones, then ones without a manifest, then the rest in order of saving."""
+        """Return all checkpoints: damaged ones, ones without a manifest, then the rest in order of saving."""
         present = [saved for number in self._numbers() if (saved := self.look(number))]
         return sorted(present, key=lambda saved: (not saved.problem, saved.serial, saved.number))
 
@@ -225,7 +225,7 @@ class CheckpointFiles:
                 self._remove(old)
 
     def _claim(self) -> None:
-        """Before the first save, finish what killed writers left if possible, and remove the remaining files."""
+        """Before the first save, finish what killed writers left, and remove what cannot be finished."""
         with _naming:
             if self._claimed:
                 return

@@ -152,8 +152,9 @@ class ObjectState(State):
                 setattr(self, name, value)
 
     def _copied(self, value: Any) -> Any:
-        """Copy containers and arrays recursively. Other objects may be tied to further objects, so keep
-        them.""" kind = type(value) if kind in (dict, OrderedDict, defaultdict, Counter, list, deque):
+        """Copy containers and arrays recursively. Keep other objects, which may refer to further objects."""
+        kind = type(value)
+        if kind in (dict, OrderedDict, defaultdict, Counter, list, deque):
             copied = copy.copy(value)
             for key in copied if isinstance(copied, dict) else range(len(copied)):
                 copied[key] = self._copied(copied[key])

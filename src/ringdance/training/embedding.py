@@ -53,9 +53,9 @@ class EmbeddingTable:
         rate: Learning rate. May be changed at any time.
         scale: Standard deviation of the normal distribution from which initial values are drawn.
         accumulator: Initial sum of squared gradients, 0 or more. Larger values make the first steps smaller.
-            The default is the same as in Keras and TensorFlow. If the loss is a mean over the batch, gradients
-            are small. As long as the sum of their squares is far below this value, the updates are like SGD
-            with learning rate rate / sqrt(accumulator).
+            The default is the same as in Keras and TensorFlow. If the loss is a mean over the batch,
+            gradients are small. As long as the sum of their squares is far below this value, the updates are
+            like SGD with learning rate rate / sqrt(accumulator).
         sharded: If True, each rank holds only its own part of the rows, and ``lookup`` is a collective call.
         seed: Seed for the initial values, which do not depend on the number of ranks.
         name: Key that matches the ranks' calls. Also appears in messages.

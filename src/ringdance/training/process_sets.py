@@ -84,7 +84,7 @@ class ProcessSet:
 
 
 class _GlobalProcessSet(ProcessSet):
-    """The set of all ranks, with id 0. A single object for all bindings, because scripts compare by identity."""
+    """The set of all ranks, with id 0. All bindings share one object, because scripts use ``is``."""
 
     process_set_id = 0
 

@@ -95,7 +95,7 @@ class Buckets:
         return prepared(how.kind, name, how.operation, how.prescale, how.postscale, how.set_id, grouped=True)
 
     def divide(self, overlap: bool) -> None:
-        """Divide the parameters: the groups, then the rest. If ``overlap``, divide the rest into several parts.
+        """Divide the parameters: the groups, then the rest, which is split into parts if ``overlap``.
 
         Thread: exchanging.
         """
@@ -125,7 +125,7 @@ class Buckets:
         Thread: exchanging or script.
 
         Args:
-            wait: If True, wait for incomplete requests first, because they still read the gradients.
+            wait: If True, first wait for incomplete requests, because they still read the gradients.
         """
         for bucket in self.all:
             if wait and bucket.work is not None and not bucket.work.done():
@@ -148,7 +148,7 @@ class Buckets:
                     kinds[index] = kind
 
     def send_complete(self, kinds: bytearray, zeros: bytes) -> None:
-        """Send the buckets for which this rank has exactly the expected gradients, all of them dense.
+        """Send the buckets for which this rank has exactly the expected gradients, all dense.
 
         See Note [Buckets]. Thread: exchanging.
 
@@ -210,7 +210,7 @@ class Buckets:
         return self.source.send(self.call(name), self.engine, indices, zeros, wake)
 
     def abandon(self) -> None:
-        """After an error, wait up to a second for each request, because it still uses the gradients' memory.
+        """After an error, wait up to a second for each request, because requests use the gradients' memory.
 
         Thread: exchanging or script.
         """

@@ -76,7 +76,7 @@ def compression_for(
         module: Module that assigns the class to the name ``Compression``, so that compressors can be pickled.
         float16: The framework's float16 data type.
         bfloat16: The framework's bfloat16 data type.
-        floating_dtype: Function that returns a tensor's data type if it is floating-point, otherwise ``None``.
+        floating_dtype: Function that returns a tensor's dtype if it is floating-point, otherwise ``None``.
         cast: Function that casts a tensor to another data type.
     """
 

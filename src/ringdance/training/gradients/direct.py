@@ -7,9 +7,9 @@ complete, without a round: in a fixed order, through a dedicated communicator, a
 the end of the pass shows whether all ranks had the expected gradients. If so, the copies become the
 gradients. Otherwise all ranks drop them and exchange the gradients by rounds.
 
-So that the calls of all ranks match, each rank launches all buckets in each pass, with zeros for the
-gradients it lacks. Two kinds of ranks launch none: a rank that has joined, and a rank whose launch has
-failed. The mask shows both to the others, which then abort the communicator and continue by rounds.
+So that the calls match across ranks, each rank launches all buckets in each pass, with zeros for gradients
+that it has not computed. Only a rank that has joined, or whose launch has failed, launches none. The mask
+shows this to the other ranks, which then abort the communicator and continue by rounds.
 On a GPU, the calls of this communicator are not ordered relative to the calls of rounds, because each
 communicator has its own stream.
 """

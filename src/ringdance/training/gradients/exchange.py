@@ -276,8 +276,9 @@ class GradientExchange:
         Thread: autograd, which exchanges.
 
         Args:
-            began_in: The step in which the pass began. It may be an earlier step, if a hook called ``step()``.
-                Gradients computed since then are exchanged, but the pass does not count in this step.
+            began_in: The step in which the pass began, if it may be an earlier step (because a hook called
+                ``step()``). Gradients computed since then are exchanged, but the pass does not count in this
+                step.
         """
         own = began_in is None or began_in == self.step
         self.state.passes += own

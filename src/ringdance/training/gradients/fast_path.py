@@ -27,7 +27,7 @@ _FIRST_BACKOFF, _MOST_BACKOFF = 2, 256
 
 
 class FastPath:
-    """Exchanges the expected gradients without a mask, and decides when all ranks do that.
+    """Exchanges the expected gradients without a mask, and decides when all ranks do so.
 
     ``update`` returns the same on all ranks, and ``expected_kinds`` is equal on all ranks.
 

@@ -45,8 +45,8 @@ class UseOrder:
 
 
 def _uncertain(thread: threading.Thread, user: threading.Thread, there: set[threading.Thread]) -> bool:
-    """Return True if ``thread`` may come first on other ranks. ``there``: threads alive when ``user`` came."""
-    # A thread that starts later comes second on all ranks. So does the main thread after joining the others.
+    """Return True if ``thread`` may come first on other ranks. ``there``: threads alive at ``user``'s use."""
+    # A thread that starts later comes second on all ranks. So does the main thread after joining others.
     return user is not thread in there and (user.is_alive() or thread is not threading.main_thread())
 
 

@@ -1,8 +1,8 @@
 """The mask: a few bytes with which the ranks agree on a step's gradients.
 
 Note [Mask]
-The ranks take the elementwise ``MAX`` of their bytes. A rank that has joined contributes zeros. The layout for
-n gradients and, if they are on a device, m ranks in the process set::
+The ranks take the elementwise ``MAX`` of their bytes. A rank that has joined contributes zeros. The layout
+for n gradients and, if they are on a device, m ranks in the process set::
 
     n bytes   kind of each gradient, 0 if this rank has not computed it (see ``source.AS_DENSE``)
     1 byte    step + 1: the maximum shows the latest step
