@@ -60,7 +60,7 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
 
     Args:
         params: ``model.state_dict()``, tensors, or (name, tensor) pairs. Tensors are matched between ranks by
-            name or, if there are no names, by position. Entries that are not tensors are skipped.
+            name or, if unnamed, by position. Entries that are not tensors are skipped.
         root_rank: Global rank of the root.
 
     Raises:

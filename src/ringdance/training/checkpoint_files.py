@@ -46,10 +46,10 @@ class SavedCheckpoint(NamedTuple):
 
     Attributes:
         number: Number of the checkpoint.
-        serial: Position in the order of saving, from 1. 0 if there is no manifest.
-        token: Token in the files' temporary names. "" if there is no manifest. See Note [Manifests].
-        sizes: Sizes of the checkpoint's file and table in bytes. One entry if there is no table.
-        checksums: CRC-32 of these files. () if there is no manifest.
+        serial: Position in the order of saving, from 1. 0 if the manifest is missing.
+        token: Token in the files' temporary names. "" if the manifest is missing. See Note [Manifests].
+        sizes: Sizes of the checkpoint's file and table in bytes. One entry without a table.
+        checksums: CRC-32 of these files. () if the manifest is missing.
         problem: Why the checkpoint is not complete, or "".
     """
 

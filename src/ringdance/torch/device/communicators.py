@@ -72,7 +72,7 @@ def _environment(**values: str) -> Iterator[None]:
 
 
 def failure_of(group: Any) -> str:
-    """Return the error that NCCL has reported, or "" if there is none."""
+    """Return the error that NCCL has reported, or "" if it has reported none."""
     error = group.get_error() if hasattr(group, "get_error") else None
     return "" if error is None or error.name == "SUCCESS" else str(error.name)
 

@@ -115,7 +115,7 @@ class GradientExchange:
 
     Threads: *autograd* runs the hooks of a backward pass. *script* uses the optimizer between passes.
     *exchanging* is whichever of the two runs the exchange. Methods whose names begin with ``_`` are called on
-    this thread unless they say otherwise. Calls must not overlap, because there is no lock.
+    this thread unless they say otherwise. Calls must not overlap: nothing is locked.
 
     Args:
         source: Access to the gradients.

@@ -181,7 +181,7 @@ class Search:
                 self._pairs = pairs
                 moved |= yield from self._descend(number, strides)
             if not moved and (len(strides) > 1 or self.best == start):
-                break  # Two values away is no faster either way, so values in between gain little.
+                break  # Two values away is not faster either way, so values in between gain little.
         return (yield from self._verify())
 
     @property
