@@ -1,10 +1,10 @@
 """Ringdance on NumPy arrays: ``import ringdance.numpy as hvd``.
 
-bfloat16 is ``ml_dtypes.bfloat16``. The collectives have these forms:
+The dtype for bfloat16 is ``ml_dtypes.bfloat16``. Options of the collectives:
 
-- If the input is a list or tuple of arrays, they are exchanged together, and the result is a list.
-- ``out`` receives the results. It has the inputs' shapes and types. Pass the inputs themselves to work in
-  place, without a copy.
+- If the input is a list or tuple of arrays, the arrays are exchanged together, and the result is a list.
+- ``out`` receives the results and must have the inputs' shapes and dtypes. Pass the inputs themselves to work
+  in place, without a copy.
 - ``wait=False`` returns a handle at once, for ``poll`` and ``synchronize``.
 """
 
@@ -67,7 +67,7 @@ def _run(call: Call, arrays: Any, out: Any = None, wait: bool = True, splits: An
             outputs = tuple(out) if grouped else (out,)
             if grouped or out is not views[0] or not out.flags.writeable:
                 _check_out(outputs, views)
-        elif call.keeps_shapes:  # The engine's own arrays, aligned for TensorFlow, would cost 1 µs more.
+        elif call.keeps_shapes:  # Letting the engine allocate (aligned for TensorFlow) takes 1 µs more.
             outputs = tuple(map(np.empty_like, views)) if grouped else (np.empty_like(views[0]),)
         rows = None if splits is None else (np.asarray(splits),)
     except (ArgumentError, TypeError, ValueError) as error:
@@ -97,8 +97,8 @@ def allreduce(
     """Return the reduction of ``array`` over all ranks, with the same shape and type.
 
     Args:
-        array: An array with equal shape and type on all ranks, or a list of arrays.
-        name: Key that matches the ranks' calls. Unnamed calls match by order.
+        array: Array with the same shape and dtype on all ranks, or a list of such arrays.
+        name: Key that matches this call with the other ranks' calls. Unnamed calls match by order.
         op: Average (default), Sum, Adasum, Min, Max or Product.
         prescale_factor: Factor applied to each rank's input.
         postscale_factor: Factor applied to the result.
@@ -127,7 +127,7 @@ def broadcast(
     array: Arrays, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set, *,
     out: Any = None, wait: bool = True,
 ) -> Any:
-    """Return the array of global rank ``root_rank``. Shape and type are equal on all ranks."""
+    """Return global rank ``root_rank``'s array. All ranks must pass the same shape and dtype."""
     call = movement(Collective.BROADCAST, name, process_set, _is_group(array), root_rank)
     return _run(call, array, out, wait)
 
@@ -136,18 +136,18 @@ def alltoall(
     array: npt.ArrayLike, splits: npt.ArrayLike | None = None, name: str | None = None,
     process_set: ProcessSet = global_process_set, *, wait: bool = True,
 ) -> Any:
-    """Send ``splits[j]`` rows to the set's rank j. Receive rows from every rank, in rank order.
+    """Send ``splits[j]`` rows to rank j of the set, and receive rows from every rank, in rank order.
 
     Args:
-        array: Array with at least one dimension. All dimensions but the first are equal on all ranks.
-        splits: Rows to send to each rank. Their sum may be less than the number of rows. By default all ranks
-            get equal shares.
-        name: Key that matches the ranks' calls.
+        array: Array with at least one dimension. All dimensions except the first must match across ranks.
+        splits: Number of rows to send to each rank. The sum may be less than the array's number of rows. By
+            default, the rows are split equally.
+        name: Key that matches this call with the other ranks' calls.
         process_set: The participating ranks.
         wait: If False, return a handle.
 
     Returns:
-        The received rows. With ``splits``, also the number of rows from each rank (int64).
+        The received rows. If ``splits`` is given, also the number of rows received from each rank (int64).
     """
     return _run(movement(Collective.ALLTOALL, name, process_set), array, None, wait, splits)
 
@@ -156,9 +156,9 @@ def reducescatter(
     array: Arrays, name: str | None = None, op: int = Average, process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0, postscale_factor: float = 1.0, *, wait: bool = True,
 ) -> Any:
-    """Reduce (Average or Sum) and return this rank's rows.
+    """Reduce (Average or Sum) over all ranks, and return this rank's share of the rows.
 
-    With d rows and n ranks, each rank gets d // n rows, and the first d % n ranks get one more.
+    For d rows and n ranks, each rank gets d // n rows, and the first d % n ranks get one more.
     """
     grouped = _is_group(array)
     call = reducescatter_call(name, None, op, prescale_factor, postscale_factor, process_set, grouped)
@@ -166,7 +166,7 @@ def reducescatter(
 
 
 def join() -> int:
-    """Contribute zeros until all ranks have joined. Return the rank that joined last."""
+    """Contribute zeros to the other ranks' calls until all have joined. Return the last rank to join."""
     return collectives.join(session.engine())
 
 

@@ -259,14 +259,14 @@ def alltoall(
     Differentiable.
 
     Args:
-        array: Array with at least one dimension. All dimensions but the first are equal on all ranks.
+        array: Array with at least one dimension. All dimensions except the first must match across ranks.
         splits: Rows to send to each rank. Their sum may be less than the number of rows. Not supported within
             ``jit``. By default all ranks receive equal shares.
         name: Key that matches the ranks' calls.
         process_set: The participating ranks.
 
     Returns:
-        The received rows. With ``splits``, also the number of rows from each rank (int32).
+        The received rows. If ``splits`` is given, also the number of rows from each rank (int32).
     """
     if splits is not None and is_traced((splits,)):
         raise ArgumentError(_NO_SPLITS)

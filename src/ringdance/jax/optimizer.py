@@ -51,7 +51,7 @@ _with_mean_gradient.defvjp(
 
 
 def _of_all_ranks(name: str, key: str, given: Any, process_set: ProcessSet) -> Any:
-    """Return an extra argument of ``update``, changed so that optax computes with the mean over the ranks."""
+    """Wrap an extra argument of ``update`` so that optax computes with the mean over the ranks."""
     mean = functools.partial(mean_of, name=f"{name}.{key}", process_set=process_set)
     if key in ("value", "grad"):
         return mean(given)

@@ -64,7 +64,7 @@ class Keras2Distributed(Distributed):
         self, grads_and_vars: Any, name: str | None = None, skip_gradients_aggregation: bool = False,
         experimental_aggregate_gradients: bool = True,
     ) -> Any:
-        """Update the variables, with several passes only in the last. ``iterations`` counts every pass."""
+        """Update the variables, but only in the last of several passes. ``iterations`` counts all passes."""
         aggregate = experimental_aggregate_gradients and not skip_gradients_aggregation
         base: Any = super()
         pairs, sums = list(grads_and_vars), self._agg_helper
@@ -106,7 +106,7 @@ def unwrapped(optimizer: Any) -> Any:
 
 
 def front(base: type) -> type:
-    """Return the class to put in front of an optimizer's class."""
+    """Return the class to place before an optimizer's own class in the bases."""
     return Keras2Distributed
 
 

@@ -2,7 +2,7 @@
 
 - In ``apply()``, before any other processing. ``fit()``, ``apply_gradients()`` and ``stateless_apply()`` all
   call it.
-- With ``gradient_accumulation_steps``: where the accumulated gradients are clipped, once per update.
+- If ``gradient_accumulation_steps`` is set: where the accumulated gradients are clipped, once per update.
 - In a ``LossScaleOptimizer``: before it checks for infinities, so that all ranks skip the same steps.
 
 Under ``mixed_float16``, ``compile()`` wraps a DistributedOptimizer in a LossScaleOptimizer, which checks for
@@ -79,7 +79,7 @@ class _ScalesLoss(Keras3Distributed):
 
 
 def front(base: type) -> type:
-    """Return the class to put in front of an optimizer's class."""
+    """Return the class to place before an optimizer's own class in the bases."""
     return _ScalesLoss if issubclass(base, keras.optimizers.LossScaleOptimizer) else Keras3Distributed
 
 

@@ -13,8 +13,8 @@ def image_loader(dataset: Any, batch_size: int, **options: Any) -> BatchSequence
     """Return a loader of this rank's part of each batch, for ``model.fit`` on any backend.
 
     All ranks must make this call, and it compares their arguments. It yields images (n, size, size, 3) uint8,
-    labels (n,) int64, and sample weights. With the weights, the average of the ranks' gradients is the mean
-    over all ranks' samples, even for the last batch of an epoch, which may be short::
+    labels (n,) int64, and sample weights. The weights scale each rank's loss so that the average of the
+    ranks' gradients is the mean over all ranks' samples, even for an epoch's last batch, which may be short::
 
         loader = hvd.image_loader(dataset, 32)
         model.fit(loader, epochs=90, shuffle=False, callbacks=[loader.callback, ...])

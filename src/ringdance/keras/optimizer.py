@@ -44,12 +44,12 @@ def DistributedOptimizer(
     Args:
         optimizer: Any optimizer of the Keras in use, including a ``LossScaleOptimizer`` and Keras 2's legacy
             optimizers.
-        name: Name of the exchanges, equal on all ranks.
+        name: Name of the exchanges, the same on all ranks.
         device_dense: Device for dense gradients. Has an effect only on TensorFlow.
         device_sparse: Device for sparse gradients. Has an effect only on TensorFlow.
         compression: ``Compression.fp16`` or ``.bf16`` halves the bytes of float32 gradients.
         sparse_as_dense: Reduce ``tf.IndexedSlices`` as dense gradients.
-        gradient_predivide_factor: Divisor before the sum, undone after it (Average only).
+        gradient_predivide_factor: Divides gradients before the sum, undone after it (Average only).
         op: Average or Sum.
         backward_passes_per_step: Number of steps whose gradients are summed locally, then exchanged and
             applied. Keras 3 uses ``gradient_accumulation_steps``, whose mean is scaled to a sum.

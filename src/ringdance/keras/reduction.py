@@ -56,11 +56,11 @@ class GradientReduction:
     """Reduces an optimizer's gradients, in one exchange per step.
 
     Args:
-        name: Name of the exchanges, equal on all ranks. Optimizers with the same name are numbered in the
+        name: Name of the exchanges, the same on all ranks. Optimizers with the same name are numbered in the
             order of their first use. An optimizer that only some ranks have, for example to read a file, does
             not count as long as it is not used.
         operation: Average or Sum.
-        predivide: Divisor before the sum, undone after it (Average only).
+        predivide: Divides gradients before the sum, undone after it (Average only).
         compression: ``Compression.none``, ``.fp16``, ``.bf16``, or an object with compress and decompress.
         sparse_as_dense: Reduce sparse gradients (``tf.IndexedSlices``) as dense ones.
         process_set: The participating ranks. On other ranks gradients stay local.

@@ -127,7 +127,7 @@ def alltoall(
     """Send ``splits[j]`` rows to the set's rank j. Receive rows from every rank, in rank order.
 
     Args:
-        tensor: Array with at least one dimension. All dimensions but the first are equal on all ranks.
+        tensor: Array with at least one dimension. All dimensions except the first must match across ranks.
         splits: Rows to send to each rank: a list or an int32 array. Their sum may be less than the number of
             rows. By default all ranks get equal shares.
         name: Key that matches the ranks' calls.
@@ -135,7 +135,7 @@ def alltoall(
         process_set: The participating ranks.
 
     Returns:
-        The received rows. With ``splits``, also the number of rows from each rank (int32).
+        The received rows. If ``splits`` is given, also the number of rows from each rank (int32).
     """
     output, received = run(movement(Collective.ALLTOALL, name, process_set), (tensor,), splits)
     return output if splits is None else (output, received)

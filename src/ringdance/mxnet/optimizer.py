@@ -32,7 +32,7 @@ class _Reduction:
     """Averages gradients in place.
 
     Args:
-        name: Name of the exchange, equal on all ranks.
+        name: Name of the exchange, the same on all ranks.
         predivide: Divisor before the sum, undone after it.
         groups: Number of lists in which gradients are exchanged. 0 means one list.
         process_set: The participating ranks.

@@ -74,7 +74,7 @@ class GradientReducer:
         compression: Cast for dense gradients in the exchange.
         sparse_as_dense: Reduce IndexedSlices as dense tensors.
         op: Average, Sum or another operation.
-        predivide: Divisor before the sum, undone after it (Average only).
+        predivide: Divides gradients before the sum, undone after it (Average only).
         groups: ``None``, a number, or lists of variables to be reduced together.
         process_set: The participating ranks.
         scale_local_gradients: If True, gradients of local variables are divided by the number of ranks.
@@ -82,7 +82,7 @@ class GradientReducer:
         step_mark: What marks the step's end when an exchange completes. See ``StepMark``.
 
     Raises:
-        ArgumentError: Arguments exclude each other.
+        ArgumentError: Arguments are mutually exclusive.
     """
 
     def __init__(

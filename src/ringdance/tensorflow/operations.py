@@ -215,7 +215,7 @@ def alltoall(
     """Send ``splits[j]`` rows to the set's rank j. Receive rows from every rank, in rank order.
 
     Args:
-        tensor: Tensor with at least one dimension. All dimensions but the first are equal on all ranks.
+        tensor: Tensor with at least one dimension. All dimensions except the first must match across ranks.
         splits: Rows to send to each rank (int32). Their sum may be less than the number of rows. By default
             all ranks get equal shares.
         name: Key that matches the ranks' calls.
@@ -223,7 +223,7 @@ def alltoall(
         process_set: The participating ranks.
 
     Returns:
-        The received rows. With ``splits``, also the number of rows from each rank (int32).
+        The received rows. If ``splits`` is given, also the number of rows from each rank (int32).
     """
     call = movement(Collective.ALLTOALL, name, process_set, equal_splits=splits is None)
     args = [_tensor(tensor)] if splits is None else [_tensor(tensor), tf.convert_to_tensor(splits, tf.int32)]

@@ -120,7 +120,7 @@ def DistributedOptimizer(
         sparse_as_dense: Reduce IndexedSlices as dense tensors instead of gathering their rows.
         backward_passes_per_step: Steps whose gradients are summed before they are reduced and applied.
         op: Average, Sum or Adasum. Adasum combines the weight changes instead of the gradients.
-        gradient_predivide_factor: Divisor before the sum, undone after it (Average only).
+        gradient_predivide_factor: Divides gradients before the sum, undone after it (Average only).
         average_aggregated_gradients: Divide the sums by ``backward_passes_per_step``.
         num_groups: Deprecated. Use ``groups``.
         groups: Number of groups, or lists of variables that are exchanged together.

@@ -77,12 +77,12 @@ def DistributedGradientTape(
         compression: ``Compression.fp16`` or ``.bf16`` halves the bytes of float32 gradients.
         sparse_as_dense: Reduce IndexedSlices as dense tensors instead of gathering their rows.
         op: Average, Sum, Adasum, Min, Max or Product.
-        gradient_predivide_factor: Divisor before the sum, undone after it (Average only).
+        gradient_predivide_factor: Divides gradients before the sum, undone after it (Average only).
         num_groups: Deprecated. Use ``groups``.
         groups: Number of groups, or lists of variables that are exchanged together.
         process_set: The participating ranks. On other ranks gradients stay local.
         scale_local_gradients: Divide gradients of local sources by the number of ranks.
-        name: Name of the exchanges, equal on all ranks. If threads train several models, use one name per
+        name: Name of the exchanges, the same on all ranks. If threads train several models, use one name per
             model.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The Adasum form of DistributedOptimizer: ranks combine the changes that each would make to the weights."""
+"""DistributedOptimizer for Adasum: combines the changes that each rank would make to the weights."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from ringdance.training.exports import Adasum
 
 
 class AdasumOptimizer(Wrapped):
-    """Put in front of the optimizer's class. A step is made locally, then Adasum combines its changes.
+    """Mixin for Adasum. Each rank steps locally, then Adasum combines the changes of all ranks.
 
-    State such as momentum is local to each rank. A parameter without a gradient on a rank has no change
-    there, so Adasum takes the changes of the other ranks.
+    State such as momentum is local to each rank. If a rank has no gradient for a parameter, its change is
+    zero, so Adasum uses only the other ranks' changes.
     """
 
     def synchronize(self) -> None:

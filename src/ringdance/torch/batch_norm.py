@@ -19,7 +19,7 @@ def _per_channel(values: Tensor, like: Tensor) -> Tensor:
 
 
 class _Normalise(torch.autograd.Function):
-    """Normalizes with mean and variance over all ranks' elements of each channel.
+    """Normalizes each channel by its mean and variance over all ranks.
 
     Each rank contributes the count, sum and sum of squares of its batch. Batches may have different sizes,
     or be empty.
@@ -108,7 +108,7 @@ class SyncBatchNorm(BatchNorm):
 
     @classmethod
     def convert_sync_batchnorm(cls, module: torch.nn.Module) -> torch.nn.Module:
-        """Replace each batch norm within ``module``, also torch's ``SyncBatchNorm``, by one of this class.
+        """Replace each batch norm in ``module``, including torch's ``SyncBatchNorm``, with this class.
 
         Parameters and buffers stay the same objects. Returns ``module``, or its replacement.
         """

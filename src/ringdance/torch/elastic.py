@@ -24,7 +24,7 @@ __all__ = [
 
 
 class ElasticSampler(ElasticIndices, torch.utils.data.Sampler[int]):
-    """Gives each rank its share of a data set or, after a restart, of the rest of the epoch.
+    """Gives each rank its share of a data set or, after a restart, its share of the rest of the epoch.
 
     Put it in the state, so that it is committed with the weights::
 
@@ -87,7 +87,7 @@ class StateHandler:
         self.save()
 
     def reset(self) -> None:
-        """Adapt to the restarted job, perhaps with other ranks."""
+        """Adapt to the restarted job, whose ranks may differ."""
 
 
 class ModelStateHandler(StateHandler):
@@ -133,7 +133,7 @@ def get_handler_registry() -> list[tuple[type, type[StateHandler]]]:
 
 
 def set_handler_registry(registry: list[tuple[type, type[StateHandler]]]) -> None:
-    """Use another list for states that are created from now on."""
+    """Use a different list for states created from now on."""
     global _registry
     _registry = registry
 

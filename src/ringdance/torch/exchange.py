@@ -1,4 +1,4 @@
-"""Run collective calls on torch tensors, at once or in the background, and record them for autograd."""
+"""Run collective calls on torch tensors, immediately or in the background, and record them for autograd."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 Tensors = Sequence[Tensor]
 
-# Errors that a wrong argument may raise while it is converted. See Note [Refused calls].
+# Errors that converting a wrong argument may raise. See Note [Refused calls].
 WRONG_ARGUMENT = (ArgumentError, TypeError, ValueError, IndexError, AttributeError)
 
 compiler_disable(session.mark_step)  # Keras compiles whole steps.
@@ -50,7 +50,7 @@ def submit(
         call: Call to submit.
         tensors: Members of a group, or one tensor.
         in_place: If True, results replace the tensors. For GPU tensors, ``copy_back`` must follow.
-        wake: If True, wake the engine thread to start the call. False for callers that wait at once.
+        wake: If True, wake the engine thread to start the call. Callers that wait at once pass False.
         splits: For an alltoall, integers or an int32 tensor, or ``None`` for equal shares.
 
     Raises:
@@ -72,7 +72,7 @@ def submit(
     if in_place:
         outputs = views
     elif call.keeps_shapes:
-        # Torch needs no more than NumPy's alignment. The engine's own arrays cost 2 µs more.
+        # NumPy's alignment is enough for torch. Letting the engine allocate takes 2 µs more.
         first = np.empty(views[0].shape, views[0].dtype)
         outputs = (first,) if len(views) == 1 else (first, *map(np.empty_like, views[1:]))
     return call.submit(engine, views, outputs, rows, wake)
@@ -92,7 +92,7 @@ def _submit_device(
 
 
 def stays(call: Call, tensors: Tensors, engine: Engine) -> bool:
-    """Return True if torch's communicator exchanges the tensors. Equal on all ranks."""
+    """Return True if torch's communicator exchanges the tensors. The same on all ranks."""
     scales, kind = (call.prescale, call.postscale), getattr(tensors[0], "device", torch.device("meta")).type
     return (
         _by_torch.get(kind, False) and not engine.sets.find(call.set_id).alone
@@ -106,7 +106,7 @@ def stays(call: Call, tensors: Tensors, engine: Engine) -> bool:
 
 
 def any_by_torch(tensors: Tensors) -> bool:
-    """Return True if torch's communicator exchanges tensors such as the first."""
+    """Return True if torch's communicator exchanges tensors like the first one."""
     return bool(tensors) and _by_torch.get(tensors[0].device.type, False)
 
 
@@ -126,7 +126,7 @@ session.at_init(_at_init)
 
 
 def _listed(call: Call, tensors: Iterable[Tensor], compression: Any = Compression.none) -> list[Any]:
-    """Return the tensors of a call in a list, or pairs of compressed tensor and context."""
+    """Return a call's tensors as a list, each as a pair of compressed tensor and context if compressed."""
     try:
         listed = list(tensors)
         if not listed:
@@ -151,7 +151,7 @@ def _array_of_splits(splits: Any) -> Array:
 
 
 def _results(work: Work, like: Tensors, splits: Any = None) -> list[Tensor]:
-    """Return results as tensors on the devices of ``like``, for an alltoall also the received splits."""
+    """Return results as tensors on the devices of ``like``. For an alltoall, add the received splits."""
     if isinstance(work.result, DeviceResults):
         pairs = zip(await_results(work.result), like, strict=True)
         results = [result.to(tensor.device) for result, tensor in pairs]
@@ -169,7 +169,7 @@ def _results(work: Work, like: Tensors, splits: Any = None) -> list[Tensor]:
 
 
 def copy_back(tensors: Tensors, work: Work) -> None:
-    """After a call in place, copy results from pinned memory to the GPU, if the tensors are on a GPU."""
+    """After an in-place call on GPU tensors, copy the results from pinned memory to the GPU."""
     if isinstance(work.result, DeviceResults):
         await_results(work.result)
     elif not tensors[0].is_cpu:
@@ -214,7 +214,7 @@ def run_in_place(call: Call, tensors: Tensors) -> Any:
 
 
 def start(call: Call, tensors: Tensors, in_place: bool = False, splits: Any = None) -> int:
-    """Start a call. ``synchronize`` on the returned handle gives the result, for a group a tuple."""
+    """Start a call and return a handle. ``synchronize`` returns the result, or a tuple for a group."""
     if call.grouped:
         tensors = _listed(call, tensors)
 
@@ -249,7 +249,7 @@ class _Recorded(torch.autograd.Function):
 
 
 def _gradients(call: Call, given: Tensors, rows: list[int], received: Tensor | None) -> list[Tensor]:
-    """Return the gradients of a call's tensors from its results' gradients. ``rows``: rows per tensor."""
+    """Compute the gradients of a call's tensors from its results' gradients. ``rows``: rows per tensor."""
     engine = session.engine()
     back = call.backward(engine)
     scaled = [tensor * back.scale for tensor in given] if back.scale != 1.0 else given

@@ -1,4 +1,4 @@
-"""Give ``training.gradients.exchange.GradientExchange`` access to the gradients of a torch optimizer."""
+"""Give ``training.gradients.exchange.GradientExchange`` access to a torch optimizer's gradients."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from ringdance.core.engine import Engine
     from ringdance.training.collectives import Call
 
-# Compressions that treat elements independently, so that a flat tensor can be compressed at once.
+# Compressions that treat each element independently, so that a flat tensor can be compressed as a whole.
 _CASTS = (Compression.none, Compression.fp16, Compression.bf16)
 
 
 def _version_of(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version  # Inference tensors do not count their changes.
+    return 0 if tensor.is_inference() else tensor._version  # Inference tensors have no version counter.
 
 
 def host_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -47,9 +47,9 @@ def host_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
 class Gradients:
     """The gradients of ``parameters``, by index. See ``training.gradients.source.GradientSource``.
 
-    A dense contiguous gradient on the CPU is reduced in place. Others (on a GPU, with compression, or not
-    contiguous, as with channels_last) go through a copy that ``write_back`` copies back. ``parameters`` may
-    grow (``GradientExchange.extend``).
+    A dense contiguous gradient on the CPU is reduced in place. Other gradients (on a GPU, compressed, or
+    non-contiguous as in channels_last) are reduced in a copy, which ``write_back`` copies back. The list
+    ``parameters`` may grow (see ``GradientExchange.extend``).
     """
 
     advice = (
@@ -61,15 +61,15 @@ class Gradients:
         self.parameters = parameters
         self.compression = compression
         self.sparse_as_dense = sparse_as_dense
-        # The gradients that write_back left. Weak: gradients may be dropped at any time.
+        # The gradients written by write_back. Weak references, because gradients may be freed at any time.
         self._left: dict[int, weakref.ref[Tensor]] = {}
         self._versions: dict[int, int] = {}  # Versions of these gradients at the end of a step.
         self._copies: dict[int, tuple[Tensor, Any]] = {}
         self._sent: dict[tuple[int, ...], tuple[Work | Launched, list[Any], Any]] = {}  # Sent on a device.
         self._direct: TorchExchange | None = None
         self._opened = 0
-        self._delivered: Any = None  # Event after the last bucket that was written back.
-        self._agreed: dict[tuple[int, ...], list[torch.dtype]] = {}  # Dtypes of buckets sent by a round.
+        self._delivered: Any = None  # Event recorded after the last bucket was written back.
+        self._agreed: dict[tuple[int, ...], list[torch.dtype]] = {}  # Dtypes of buckets sent in a round.
 
     @property
     def on_device(self) -> bool:
@@ -113,7 +113,7 @@ class Gradients:
         return unreduced
 
     def forget(self) -> None:
-        """Treat no gradient as the result of an exchange any more: all have been cleared."""
+        """Stop treating any gradient as the result of an exchange, because all were cleared."""
         self._left.clear()
 
     def settle(self) -> None:
@@ -165,7 +165,7 @@ class Gradients:
         """Create the communicator for ``launch``. All members call this, and it blocks."""
         devices = {parameter.device for parameter in self.parameters}
         if self._direct is None and self.compression in _CASTS and len(devices) == 1:
-            self._opened += 1  # Equal on all members.
+            self._opened += 1  # The same on all members.
             name = f"{name} {self._opened}"
             self._direct = direct_exchange(engine, set_id, self.parameters[0].device.type, name)
         return self._direct is not None
@@ -187,7 +187,7 @@ class Gradients:
     def close_direct(self) -> None:
         """Abort the communicator for ``launch``, after the buckets of earlier passes.
 
-        The host runs ahead of a GPU, which may not have exchanged yet what became the gradients.
+        The host runs ahead of the GPU, which may still be exchanging the buckets that become the gradients.
         """
         if self._direct is not None:
             wait_on_host(self._delivered)
@@ -195,7 +195,7 @@ class Gradients:
             self._direct = self._delivered = None
 
     def _dense(self, indices: Sequence[int], zeros: bytes) -> list[Tensor]:
-        """Return dense contiguous gradients, zeros where they are missing or do not count. Changes none."""
+        """Return dense contiguous gradients, or zeros if missing or excluded. Does not modify gradients."""
         gradients = []
         for index in indices:
             parameter = self.parameters[index]
@@ -235,7 +235,7 @@ class Gradients:
         if self.compression is not Compression.none:
             return None
         try:
-            # Fails for None, and NumPy refuses tensors on a GPU, sparse, that require grad, or bfloat16.
+            # Fails for None, and for tensors that NumPy refuses: GPU, sparse, bfloat16, or requiring grad.
             views = tuple([self.parameters[n].grad.numpy() for n in indices])  # type: ignore[union-attr]
         except (AttributeError, TypeError, RuntimeError):
             return None
@@ -254,7 +254,7 @@ class Gradients:
         return views
 
     def write_back(self, indices: Sequence[int], union: bytes) -> None:
-        """Write back results that were reduced in a copy. Make gradients sparse again if they were."""
+        """Write back results that were reduced in a copy. Gradients that were sparse become sparse again."""
         if (sent := self._sent.pop(tuple(indices), None)) is not None:
             self._write_sent(indices, *sent)
         if self._copies:
@@ -289,7 +289,7 @@ class Gradients:
         return Rows(keys, view_of(host_tensor(values.contiguous())), math.prod(shape[:sparse_dims]))
 
     def write_back_sparse(self, index: int, sparse_dims: int, rows: Rows) -> None:
-        """Set the gradient to the entries of all ranks, each once."""
+        """Set the gradient to the merged entries of all ranks."""
         parameter = self.parameters[index]
         positions = np.stack(np.unravel_index(rows.keys, tuple(parameter.shape[:sparse_dims])))
         joined = torch.sparse_coo_tensor(

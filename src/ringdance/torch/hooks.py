@@ -1,4 +1,4 @@
-"""Hooks on the gradients that a backward pass accumulates, and on the end of the pass."""
+"""Hooks that run when a backward pass accumulates a gradient, and when the pass ends."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _all: weakref.WeakValueDictionary[int, Hooks] = weakref.WeakValueDictionary()
 def release(parameters: Sequence[Tensor], but: Hooks | None = None) -> None:
     """Close the hooks of all optimizers that share some of the parameters, except ``but``.
 
-    All ranks call this at the same point, instead of waiting for a garbage collection whose time differs.
+    All ranks call this at the same point, because the garbage collector runs at different times on each rank.
     """
     taken = set(map(id, parameters))
     for reference in _all.valuerefs():
@@ -40,7 +40,8 @@ def _close(handles: dict[int, Any], exchange: GradientExchange) -> None:
 class Hooks:
     """Tells an exchange about each gradient that backward accumulates, and about the end of the pass.
 
-    The parameters hold it weakly. It ends with its optimizer, or through ``close`` (see ``release``).
+    Parameters hold only weak references to this object. It lives until its optimizer is freed or ``close`` is
+    called (see ``release``).
 
     Note [Backward passes within others]
     Checkpointing with ``use_reentrant=True`` runs a backward pass inside a node of another pass, at any
@@ -51,14 +52,14 @@ class Hooks:
     later passes.
 
     Args:
-        parameters: Parameters to watch if they need gradients. The list may grow: see ``watch``.
+        parameters: Parameters to watch if they require gradients. The list may grow. See ``watch``.
         exchange: Exchange of their gradients. If torch has no callback for the end of a pass, the first
             gradient raises if the end matters (``early``). Otherwise each gradient counts as a pass.
     """
     def __init__(self, parameters: Sequence[Tensor], exchange: GradientExchange) -> None:
         self.parameters = parameters
         self.exchange = exchange
-        self._tasks: dict[int, int] = {}  # Passes whose end will be noticed: the step in which each began.
+        self._tasks: dict[int, int] = {}  # Passes whose end is awaited, and the step in which each began.
         self._handles: dict[int, Any] = {}
         self.close = weakref.finalize(self, _close, self._handles, exchange)
         self.close.atexit = False
@@ -66,7 +67,7 @@ class Hooks:
         self.watch()
 
     def watch(self) -> None:
-        """Watch parameters that are new in the list, or that need a gradient now."""
+        """Watch parameters that are new in the list, or that have come to require a gradient."""
         if len(self._handles) < len(self.parameters):
             for index, parameter in enumerate(self.parameters):
                 if index not in self._handles and parameter.requires_grad:

@@ -1,12 +1,13 @@
 """The collective functions on torch tensors, with Horovod's names, argument order and results.
 
 Beyond Horovod: all functions accept bfloat16, uint8, int8, int16, unsigned, complex and bool tensors.
-Tensors that are not contiguous are copied first, except in place, where they raise.
+Non-contiguous tensors are copied first. In-place operations raise an error for them instead.
 
-``allreduce`` describes the arguments of all functions: ``name`` is the key that matches the ranks' calls
-(without it they match by order), ``process_set`` the ranks that make the call. Errors are of the same kinds.
-Forms with ``_async`` return a handle at once, for ``poll`` and ``synchronize``. Forms that end in ``_``
-write into their argument and are not differentiable. ``grouped_`` forms exchange several tensors together.
+The arguments documented for ``allreduce`` mean the same everywhere. ``name`` is the key that matches the
+ranks' calls (unnamed calls match by order), and ``process_set`` holds the participating ranks. All functions
+raise the same kinds of errors.
+Variants with ``_async`` return a handle at once, for ``poll`` and ``synchronize``. Variants that end in ``_``
+work in place and are not differentiable. ``grouped_`` variants exchange several tensors together.
 """
 
 from __future__ import annotations
@@ -46,20 +47,20 @@ def allreduce(
     op: int | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
-    """Return the reduction of ``tensor`` over all ranks. Same shape and type, differentiable.
+    """Return the reduction of ``tensor`` over all ranks, with the same shape and dtype. Differentiable.
 
     Args:
-        tensor: Tensor of equal shape and type on all ranks.
-        average: Old form of ``op``. True means Average, False means Sum.
-        name: Key that matches the ranks' calls. Without it they match by order.
+        tensor: Tensor with the same shape and dtype on all ranks.
+        average: Deprecated form of ``op``. True means Average, False means Sum.
+        name: Key that matches this call with the other ranks' calls. Unnamed calls match by order.
         compression: ``Compression.none``, ``.fp16``, ``.bf16`` or an object with compress and decompress.
         op: Average (default), Sum, Adasum, Min, Max or Product.
-        prescale_factor: Factor for each rank's input.
-        postscale_factor: Factor for the result.
-        process_set: Ranks that make the call.
+        prescale_factor: Factor applied to each rank's input.
+        postscale_factor: Factor applied to the result.
+        process_set: The participating ranks.
 
     Raises:
-        ValueError: An argument is wrong. Possibly only this rank can see it.
+        ValueError: An argument is wrong. May be raised on this rank only.
         MismatchError: Ranks passed different shapes, types or operations. Raised on all ranks.
     """
     call = allreduce_call(name, average, op, prescale_factor, postscale_factor, process_set)
@@ -70,7 +71,7 @@ def allreduce_async(
     tensor: Tensor, average: bool | None = None, name: str | None = None, op: int | None = None,
     prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Start an ``allreduce``. ``synchronize`` on the returned handle gives the result."""
+    """Start an ``allreduce``. Pass the returned handle to ``synchronize`` to get the result."""
     call = allreduce_call(name, average, op, prescale_factor, postscale_factor, process_set)
     return start(call, (tensor,))
 
@@ -88,7 +89,7 @@ def allreduce_async_(
     tensor: Tensor, average: bool | None = None, name: str | None = None, op: int | None = None,
     prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Start an ``allreduce_``. ``synchronize`` gives the tensor."""
+    """Start an ``allreduce_``. ``synchronize`` returns the tensor."""
     call = allreduce_call(name, average, op, prescale_factor, postscale_factor, process_set)
     return start(call, (tensor,), in_place=True)
 
@@ -107,7 +108,7 @@ def grouped_allreduce_async(
     tensors: Tensors, average: bool | None = None, name: str | None = None, op: int | None = None,
     prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Start a ``grouped_allreduce``. ``synchronize`` gives a tuple."""
+    """Start a ``grouped_allreduce``. ``synchronize`` returns a tuple."""
     call = allreduce_call(name, average, op, prescale_factor, postscale_factor, process_set, True)
     return start(call, tensors)
 
@@ -126,9 +127,9 @@ def reduce_gradients(
     tensors: Tensors, name: str, op: int, prescale: float, postscale: float, process_set: ProcessSet,
     pattern: str, parameters: Sequence[str] = (),
 ) -> list[Tensor]:
-    """Reduce all gradients of a step, and end the step. Results may use the memory of the inputs.
+    """Reduce all gradients of a step, and end the step. The results may reuse the inputs' memory.
 
-    ``parameters``: Their names, for messages.
+    ``parameters`` are the parameters' names, for messages.
     """
     labels.note(f"grouped_allreduce.{name}", name, "gradients", parameters)
     call = allreduce_call(name, None, op, prescale, postscale, process_set, True, pattern=pattern)
@@ -141,7 +142,7 @@ def reduce_gradients(
 def compare_weights(
     tensors: Tensors, names: Sequence[str], exchange: str, advice: str, process_set: ProcessSet
 ) -> None:
-    """Compare the parameters of a gradient exchange over the ranks, if that is due. See ``weights``."""
+    """Compare a gradient exchange's parameters across the ranks, if a comparison is due. See ``weights``."""
     weights.compare_if_due(exchange, names, advice, set_id(process_set), lambda: sample_of(tensors))
 
 
@@ -149,7 +150,7 @@ def grouped_allreduce_async_(
     tensors: Tensors, average: bool | None = None, name: str | None = None, op: int | None = None,
     prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Start a ``grouped_allreduce_``. ``synchronize`` gives a tuple of the tensors."""
+    """Start a ``grouped_allreduce_``. ``synchronize`` returns a tuple of the tensors."""
     call = allreduce_call(name, average, op, prescale_factor, postscale_factor, process_set, True)
     return start(call, tensors, in_place=True)
 
@@ -157,15 +158,15 @@ def grouped_allreduce_async_(
 def sparse_allreduce_async(
     tensor: Tensor, name: str | None, op: int | None, process_set: ProcessSet = global_process_set
 ) -> Callable[[], Tensor]:
-    """Start to gather a sparse tensor's entries. The returned function waits and returns a sparse tensor.
+    """Start gathering a sparse tensor's entries. The returned function waits and returns a sparse tensor.
 
-    Equal indices of different ranks stay separate entries (``coalesce()`` sums them). With Average, the
-    values are divided by the number of ranks. Any other ``op`` sums.
+    Entries with equal indices from different ranks stay separate (``coalesce()`` sums them). Average divides
+    the values by the number of ranks. Any other ``op`` leaves them unscaled, so they sum.
     """
     if not tensor.is_sparse:
         raise ArgumentError(f"sparse_allreduce_async needs a sparse tensor, got {tensor.type()}.")
     divide = pick_operation(None, op) is ReduceOp.AVERAGE
-    # Indices have one column for each entry. They are gathered as rows.
+    # torch stores one column of indices per entry, but the gather concatenates rows.
     indices, values = sparse_entries(tensor)
     first = allgather_async(indices.t().contiguous(), name and f"{name}.indices", process_set)
     second = allgather_async(values.contiguous(), name and f"{name}.values", process_set)
@@ -183,7 +184,7 @@ def sparse_allreduce_async(
 def allgather(
     tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
-    """Return the ranks' tensors joined along dimension 0, whose size may differ by rank; differentiable."""
+    """Return the ranks' tensors concatenated along dimension 0, whose size may differ. Differentiable."""
     call = movement(Collective.ALLGATHER, name, process_set)
     if isinstance(tensor, Tensor) and tensor.dim() == 0:
         error = IndexError("allgather needs a tensor with at least one dimension. Use tensor.reshape(1).")
@@ -209,14 +210,14 @@ def grouped_allgather(
 def grouped_allgather_async(
     tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Start a ``grouped_allgather``. ``synchronize`` gives a tuple."""
+    """Start a ``grouped_allgather``. ``synchronize`` returns a tuple."""
     return start(movement(Collective.ALLGATHER, name, process_set, True), tensors)
 
 
 def broadcast(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
-    """Return the tensor of global rank ``root_rank``. Shape and type equal on all ranks; differentiable."""
+    """Return global rank ``root_rank``'s tensor. All ranks pass the same shape and dtype. Differentiable."""
     return run(movement(Collective.BROADCAST, name, process_set, root=root_rank), (tensor,))[0]
 
 
@@ -230,7 +231,7 @@ def broadcast_async(
 def broadcast_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
-    """Overwrite ``tensor`` with the tensor of global rank ``root_rank``, and return it."""
+    """Overwrite ``tensor`` with global rank ``root_rank``'s tensor, and return it."""
     return run_in_place(movement(Collective.BROADCAST, name, process_set, root=root_rank), (tensor,))[0]
 
 
@@ -247,14 +248,14 @@ def alltoall(
     """Send ``splits[j]`` rows to rank j of the set. Receive rows in rank order. Differentiable.
 
     Args:
-        tensor: Tensor with at least one dimension. All dimensions but the first are equal on all ranks.
-        splits: List or int32 tensor with one number for each rank. The sum may be less than the rows.
-            Without it, all ranks get the same number of rows.
-        name: Key that matches the ranks' calls.
-        process_set: Ranks that make the call.
+        tensor: Tensor with at least one dimension. All dimensions except the first must match across ranks.
+        splits: Number of rows to send to each rank, as a list or int32 tensor. The sum may be less than the
+            tensor's number of rows. By default, the rows are split equally.
+        name: Key that matches this call with the other ranks' calls.
+        process_set: The participating ranks.
 
     Returns:
-        The received rows. With ``splits``, also the number of rows from each rank (int32).
+        The received rows. If ``splits`` is given, also the number of rows received from each rank (int32).
     """
     output, received = run(movement(Collective.ALLTOALL, name, process_set), (tensor,), splits=splits)
     return output if splits is None else (output, received)
@@ -263,7 +264,7 @@ def alltoall(
 def alltoall_async(
     tensor: Tensor, splits: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Start an ``alltoall``. ``synchronize`` gives (output, received_splits), with and without splits."""
+    """Start an ``alltoall``. ``synchronize`` returns (output, received_splits), even without splits."""
     return start(movement(Collective.ALLTOALL, name, process_set), (tensor,), splits=splits)
 
 
@@ -271,7 +272,10 @@ def reducescatter(
     tensor: Tensor, name: str | None = None, compression: Any = Compression.none, op: int = Average,
     process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
 ) -> Tensor:
-    """Reduce (Average or Sum), return this rank's rows: d // n of d, one more on the first d % n ranks."""
+    """Reduce (Average or Sum) and return this rank's rows.
+
+    For d rows and n ranks, each rank gets d // n rows, and the first d % n ranks get one more.
+    """
     call = reducescatter_call(name, None, op, prescale_factor, postscale_factor, process_set)
     return run(call, (tensor,), compression)[0]
 
@@ -298,16 +302,16 @@ def grouped_reducescatter_async(
     tensors: Tensors, name: str | None = None, op: int = Average,
     process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
 ) -> int:
-    """Start a ``grouped_reducescatter``. ``synchronize`` gives a tuple."""
+    """Start a ``grouped_reducescatter``. ``synchronize`` returns a tuple."""
     call = reducescatter_call(name, None, op, prescale_factor, postscale_factor, process_set, True)
     return start(call, tensors)
 
 
 def join(device: int = -1) -> int:
-    """Help the other ranks with zeros until all have joined.
+    """Contribute zeros to the other ranks' calls until all have joined.
 
     Returns:
-        The global rank that joined last, equal on all ranks. ``device`` is accepted but has no effect.
+        The last global rank to join, the same on all ranks. ``device`` is accepted but has no effect.
     """
     return collectives.join(session.engine())
 
@@ -317,5 +321,5 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
     collectives.barrier(session.engine(), set_id(process_set))
 
 
-# Wrap each public function so that torch.compile calls it without compiling it.
+# Wrap each public function so that torch.compile calls it without tracing into it.
 globals().update({name: compiler_disable(globals()[name]) for name in __all__})

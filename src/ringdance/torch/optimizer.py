@@ -1,8 +1,8 @@
 """DistributedOptimizer: a torch optimizer whose gradients are reduced over the ranks.
 
 Gradients are reduced when ``backward()`` returns, so ``clip_grad_norm_``, ``GradScaler`` and anything else
-that reads gradients work as in one process. ``ringdance.training.gradients.exchange`` describes what the
-ranks exchange, when, and what all of them must do equally.
+that reads gradients work as in a single process. ``ringdance.training.gradients.exchange`` describes what the
+ranks exchange, when they exchange it, and what all ranks must do in the same way.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ _log = logging.getLogger("ringdance")
 
 
 class _Distributed(Wrapped):
-    """Put in front of the optimizer's own class as a base class."""
+    """Mixin for distributed optimizers, placed before the optimizer's own class in the bases."""
 
-    # Class attributes, so that a copy starts with these values.
+    # Defaults are class attributes, so that a copied optimizer starts with them.
     _skip = False
-    _by_hand = False  # synchronize() was called since the last step.
+    _by_hand = False  # True if synchronize() has been called since the last step.
 
     def _connect(self) -> None:
-        """Create the exchange and watch the parameters. Local, in the same order on all ranks."""
+        """Create the exchange and watch the parameters. Local. All ranks connect in the same order."""
         options, engine = self._options, session.engine()
         bind([options.process_set])  # A copy may come from another job.
         self._connected = True
@@ -66,7 +66,7 @@ class _Distributed(Wrapped):
             return
         check_whole(options.names, options.parameters)
         source = Gradients(options.parameters, options.compression, options.sparse_as_dense)
-        on_gpu = source.on_device and not options.parameters[0].is_cpu  # Then the cores are idle.
+        on_gpu = source.on_device and not options.parameters[0].is_cpu  # The CPU cores are idle then.
         exchange = self._exchange = GradientExchange(
             source, options.names, operation=options.operation, passes=self._passes,
             predivide=options.predivide, groups=options.groups, process_set=options.process_set,
@@ -76,10 +76,10 @@ class _Distributed(Wrapped):
         release(options.parameters, self._hooks)
 
     def _prepare(self) -> None:
-        """Connect a copy at its first use in a job. Find parameters added to the wrapped optimizer.
+        """Connect a copied optimizer when it is first used in a job, and find newly added parameters.
 
         Raises:
-            ArgumentError: Another optimizer has been created for some of the parameters.
+            ArgumentError: Another distributed optimizer has since been created for some of the parameters.
         """
         if not self._connected and session.is_initialized():
             self._connect()
@@ -99,8 +99,8 @@ class _Distributed(Wrapped):
     def close(self) -> None:
         """Stop reducing gradients. All ranks call this at the same point.
 
-        An optimizer that is no longer referenced is closed automatically. In a reference cycle, that only
-        happens at a garbage collection, whose time differs between ranks.
+        An optimizer that is no longer referenced is closed automatically. If it is in a reference cycle, this
+        waits for the garbage collector, which runs at different times on different ranks.
         """
         if self._hooks is not None and self._hooks.close.alive:
             release(self._options.parameters)
@@ -122,7 +122,7 @@ class _Distributed(Wrapped):
 
     @compiler_disable
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Exchange after this many backward passes from now on. Call it between steps only."""
+        """From now on, exchange gradients after this many backward passes. Only call this between steps."""
         super().set_backward_passes_per_step(passes)
         self._prepare()
         if self._exchange is not None:
@@ -131,7 +131,7 @@ class _Distributed(Wrapped):
 
     @compiler_disable
     def synchronize(self) -> None:
-        """Make sure that gradients are reduced. Only needed before backward_passes_per_step is reached."""
+        """Ensure that gradients are reduced. Only needed before backward_passes_per_step is reached."""
         self._prepare()
         self._finish_exchange()
         self._by_hand = True
@@ -143,7 +143,7 @@ class _Distributed(Wrapped):
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Keep ``step()`` from reducing gradients within the block, after ``synchronize()``."""
+        """Within the block, ``step()`` does not reduce gradients again. Use it after ``synchronize()``."""
         self._skip = True
         try:
             yield
@@ -152,9 +152,9 @@ class _Distributed(Wrapped):
 
     @compiler_disable
     def step(self, closure: Closure | None = None) -> Any:
-        """Make a step with reduced gradients. Gradients that ``closure`` computes are reduced before use.
+        """Make a step with reduced gradients. Gradients computed by ``closure`` are reduced before use.
 
-        For LBFGS, the closure's loss is averaged over the ranks, so that all search along the same line.
+        For LBFGS, the closure's loss is averaged over the ranks, so that all ranks search the same line.
         """
         self._prepare()
         if (exchange := self._exchange) is not None:
@@ -201,7 +201,7 @@ class _Distributed(Wrapped):
 
     @compiler_disable
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Clear the gradients, with the arguments of the optimizer's own ``zero_grad``."""
+        """Clear the gradients. Takes the same arguments as the optimizer's own ``zero_grad``."""
         self._prepare()
         if self._exchange is not None:
             self._exchange.reset()
@@ -210,7 +210,7 @@ class _Distributed(Wrapped):
 
     @compiler_disable
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """Load state as the optimizer does. Gradients computed so far are forgotten."""
+        """Load state as the wrapped optimizer does. Gradients computed so far are discarded."""
         super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
         if self._exchange is not None:
             self._exchange.reset()
@@ -225,25 +225,28 @@ def DistributedOptimizer(
 ) -> Any:
     """Return an optimizer of the same kind whose gradients are reduced over the ranks.
 
-    It shares parameters, options and accumulated state with ``optimizer``, and is an instance of a subclass
-    of its class. All ranks of the set call this; for several optimizers, in the same order. It immediately
-    replaces distributed optimizers that were created earlier for some of the same parameters.
+    The result shares parameters, options and accumulated state with ``optimizer``, and its class is a
+    subclass of ``optimizer``'s class. All ranks in the set must call this, and must create several optimizers
+    in the same order. The new optimizer immediately replaces any distributed optimizers created earlier for
+    some of the same parameters.
 
     Args:
         optimizer: Any ``torch.optim.Optimizer``.
-        named_parameters: ``model.named_parameters()``. Fixes names and order. Recommended.
+        named_parameters: ``model.named_parameters()``. Determines names and order. Recommended.
         compression: ``Compression.fp16`` or ``.bf16`` halves the bytes of float32 gradients.
         backward_passes_per_step: Backward passes whose gradients are summed locally before each exchange.
         op: Average, Sum or Adasum (which combines the changes of the weights, not the gradients).
-        gradient_predivide_factor: Divisor before the sum, undone after it (Average only).
-        num_groups: Old form of ``groups``.
+        gradient_predivide_factor: Gradients are divided by this factor before the sum and multiplied by it
+            afterwards (Average only).
+        num_groups: Deprecated. Use ``groups``.
         groups: Number of groups, or lists of parameters to exchange together.
         sparse_as_dense: If True, reduce sparse gradients as dense ones instead of gathering them.
-        process_set: Ranks that exchange. On other ranks the optimizer is local.
+        process_set: The participating ranks. On other ranks the optimizer is local.
         reduce_in_backward: If False, exchange only in ``step()``, once per step.
 
     Raises:
-        ArgumentError: An argument is wrong. Or with several ranks, parameters are sharded across processes.
+        ArgumentError: An argument is wrong, or there are several ranks and parameters are already sharded
+            across processes.
     """
     engine = session.engine()
     check_optimizer(optimizer)
@@ -254,7 +257,7 @@ def DistributedOptimizer(
     pairs, by_id = names_of(optimizer, named_parameters)
     check_passes(backward_passes_per_step)
     parameters = [parameter for _, parameter in pairs]
-    scales_of(operation, gradient_predivide_factor)  # Raises if the arguments do not go together.
+    scales_of(operation, gradient_predivide_factor)  # Raises if the arguments are incompatible.
     seen = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
     options = OptimizerOptions(
         [name for name, _ in pairs], parameters, seen, by_id, operation, compression, process_set,
@@ -276,7 +279,7 @@ def DistributedOptimizer(
 
 
 def _check_adasum(process_set: ProcessSet, parameters: list[Tensor]) -> None:
-    """Refuse Adasum on a part of the ranks, and warn where it differs from Horovod's."""
+    """Refuse Adasum on a subset of the ranks, and warn if its results differ from Horovod's."""
     if process_set is not global_process_set:
         raise NotImplementedError("The Adasum optimizer works on all ranks only, not on a process set.")
     if nccl_built() and any(parameter.is_cuda for parameter in parameters):
@@ -297,7 +300,7 @@ def _warn_of_idle(exchange: GradientExchange, wrapped: weakref.ref[Any]) -> None
 
 
 def _index_groups(num_groups: int, groups: Any, parameters: list[Tensor]) -> list[tuple[int, ...]]:
-    """Return ``groups`` as indices. Raises ArgumentError unless it is a number or lists of parameters."""
+    """Convert ``groups`` to indices. Raises ArgumentError unless it is a number or lists of parameters."""
     if num_groups:
         warnings.warn("num_groups is deprecated; use groups=<number>.", DeprecationWarning, stacklevel=3)
         groups = num_groups if groups is None else groups

@@ -36,7 +36,7 @@ def _pairs(params: Any) -> list[tuple[str, Tensor]]:
 
 
 def _broadcast_all(named: list[tuple[str, Tensor]], root_rank: int) -> None:
-    """Overwrite all tensors with the root's. All are submitted before the first wait."""
+    """Overwrite all tensors with the root's values. All broadcasts are submitted before the first wait."""
     engine = session.engine()
     if engine.size == 1:
         return
@@ -59,12 +59,12 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
     """Overwrite parameters on all ranks with the parameters of global rank ``root_rank``.
 
     Args:
-        params: ``model.state_dict()``, or tensors, or (name, tensor) pairs. Names match tensors between
-            ranks. Without names, positions do. Entries that are not tensors are skipped.
+        params: ``model.state_dict()``, tensors, or (name, tensor) pairs. Tensors are matched between ranks by
+            name or, if unnamed, by position. Entries that are not tensors are skipped.
         root_rank: Global rank of the root.
 
     Raises:
-        ArgumentError: ``params`` has another type.
+        ArgumentError: ``params`` has the wrong type.
     """
     _broadcast_all([(name, value) for name, value in _pairs(params) if isinstance(value, Tensor)], root_rank)
 
@@ -100,7 +100,7 @@ def _extract_tensors(value: Any, tensors: list[Tensor]) -> Any:
 
 
 def _insert_tensors(value: Any, tensors: list[Tensor], device: torch.device) -> Any:
-    """Return the structure with tensors again. The new zeros in ``tensors`` are then broadcast over."""
+    """Return the structure with new tensors of zeros, also added to ``tensors``, to broadcast into."""
 
     def insert(ref: _TensorRef) -> Tensor:
         tensors.append(torch.zeros(ref.shape, dtype=ref.dtype, device="cpu" if ref.on_cpu else device))
@@ -113,8 +113,8 @@ def _insert_tensors(value: Any, tensors: list[Tensor], device: torch.device) -> 
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, model: Any = None) -> None:
     """Copy the optimizer state and options of global rank ``root_rank`` to all ranks.
 
-    The optimizer makes no step for this. The root broadcasts the structure, the other ranks allocate, and
-    tensors are then broadcast in place. Works for every optimizer, with or without state. ``model`` is
+    This does not take an optimizer step. The root broadcasts the structure, the other ranks allocate tensors,
+    and the tensors are then broadcast in place. Works for any optimizer, with or without state. ``model`` is
     accepted but not needed.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The base of distributed optimizers: a class in front of the optimizer's own class, and its options."""
+"""Base class of distributed optimizers, mixed in before the optimizer's own class, and its options."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from ringdance.training.process_sets import ProcessSet
 
 @dataclass
 class OptimizerOptions:
-    """The arguments of a distributed optimizer. Copies of the optimizer have them too.
+    """A distributed optimizer's arguments. Copies of the optimizer keep them.
 
     Attributes:
         names: Parameter names, in the same order on all ranks.
         parameters: The optimizer's parameters, in the order of ``names``.
         seen: Ids of the parameters in the optimizer's groups when ``parameters`` was made.
-        given: Name and parameter by the parameter's id, including ones that the optimizer does not have yet.
+        given: Names and parameters by parameter id, including parameters not yet in the optimizer.
         operation, predivide, groups, compression, sparse_as_dense, process_set, early: Arguments of
-            ``DistributedOptimizer``. Groups hold parameter indices.
+            ``DistributedOptimizer``. Groups contain parameter indices.
     """
 
     names: list[str]
@@ -50,17 +50,17 @@ class OptimizerOptions:
     early: bool = True
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "given": {}}  # A copy does not hold parameters that its optimizer lacks.
+        return {**self.__dict__, "given": {}}  # Without parameters that are not in the copy.
 
 
 class Wrapped:
-    """Put in front of the optimizer's own class as a base class. State is in the shared ``__dict__``.
+    """Mixin placed before the optimizer's own class in the bases. State is in the shared ``__dict__``.
 
-    A copy (``copy.deepcopy`` or ``pickle``) is an optimizer of the same kind with separate parameters. It
-    joins the job at its first ``zero_grad()`` or ``step()``. Without a job it is a plain optimizer.
+    A copy (``copy.deepcopy`` or ``pickle``) is a distributed optimizer with its own parameters. It joins the
+    job at its first ``zero_grad()`` or ``step()``. Outside a job, it is a plain optimizer.
     """
 
-    # Not in __dict__, which the wrapped optimizer shares: that optimizer must not keep the exchange alive.
+    # Not in __dict__, which the wrapped optimizer shares, because it must not keep the exchange alive.
     __slots__ = ("__dict__", "_connected", "_exchange", "_hooks")
 
     _options: OptimizerOptions
@@ -71,7 +71,7 @@ class Wrapped:
 
     @property
     def _parameter_names(self) -> dict[Tensor, str]:
-        """The names by parameter. Scripts written for Horovod use this attribute."""
+        """Parameter names by parameter. Scripts written for Horovod use this attribute."""
         return dict(zip(self._options.parameters, self._options.names, strict=True))
 
     def __getstate__(self) -> dict[str, Any]:
@@ -82,7 +82,7 @@ class Wrapped:
         return _blank, type(self).__bases__, self.__getstate__()
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Exchange after this many backward passes from now on. Has no effect with Adasum."""
+        """From now on, exchange gradients after this many backward passes. Has no effect for Adasum."""
         check_passes(passes)
         self._passes = passes
 
@@ -96,7 +96,7 @@ class Wrapped:
         self._add_new()
 
     def _add_new(self) -> list[int]:
-        """Add parameters that the groups have gained, also by the wrapped optimizer. Returns indices."""
+        """Add parameters that are new in the groups, even through the wrapped optimizer. Returns indices."""
         options, groups = self._options, self.param_groups  # type: ignore[attr-defined]
         seen = [id(parameter) for group in groups for parameter in group["params"]]
         if seen == options.seen:
@@ -120,9 +120,9 @@ def wrap(
 ) -> Any:
     """Return an object of a new subclass that shares everything with ``optimizer``.
 
-    The class has the optimizer's name and the module of ``front``, because scripts identify it by these.
+    The class takes its name from the optimizer and its module from ``front``, because scripts check these.
     """
-    # An existing learning rate scheduler has put its wrapper of the plain step there, which would hide ours.
+    # An existing learning rate scheduler has stored its wrapper of the plain step there. It would hide ours.
     wrapper = optimizer.__dict__.pop("step", None)
     result = _blank(front, type(optimizer))
     result.__dict__ = optimizer.__dict__
@@ -200,9 +200,9 @@ def _number_name(group: int, index: int) -> str:
 def names_of(
     optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, Tensor]] | None
 ) -> tuple[list[tuple[str, Tensor]], dict[int, tuple[str, Tensor]]]:
-    """Return (name, parameter) for the optimizer's parameters, in the same order on all ranks.
+    """Return (name, parameter) pairs for the optimizer's parameters, in the same order on all ranks.
 
-    The second result has these pairs by the parameter's id, for all named parameters.
+    The second result maps parameter ids to these pairs, for all named parameters.
 
     Raises:
         ArgumentError: An entry is not a pair, a name appears twice, or an optimizer's parameter has no name.

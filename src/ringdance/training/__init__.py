@@ -1,4 +1,4 @@
-"""The layer that all frameworks share: collectives on NumPy views, process sets, handles, gradient exchange.
+"""The layer shared by all frameworks: collectives on NumPy views, process sets, handles, gradient exchange.
 
 It does not depend on any framework. A binding (``ringdance.torch``, ...) converts its tensors to NumPy
 views, calls this layer, and converts the results back.

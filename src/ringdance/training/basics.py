@@ -1,4 +1,4 @@
-"""Start and stop, rank and size, and the functions by which Horovod scripts query the build."""
+"""Starting and stopping, rank and size, and the functions that Horovod scripts use to query the build."""
 
 from __future__ import annotations
 
@@ -25,18 +25,19 @@ _log = logging.getLogger("ringdance")
 
 
 def init(comm: Any = None, process_sets: Iterable[ProcessSet] | str | None = None) -> None:
-    """Join the job. Returns when all ranks have joined. In a running job, only bind the process sets.
+    """Join the job. Returns when all ranks have joined. If already in a job, only bind the process sets.
 
     Args:
-        comm: ``None`` for the whole job, ranks of MPI_COMM_WORLD, or an mpi4py communicator. Only the
-            processes in it may call ``init`` then, with ranks in the same order.
-        process_sets: Sets that exist from the start. They get the ids 1, 2, ... in this order.
+        comm: ``None`` for the whole job, a list of ranks in MPI_COMM_WORLD, or an mpi4py communicator. With a
+            list or communicator, only its processes may call ``init``, all with the same order of ranks.
+        process_sets: Sets to register at the start. They get the ids 1, 2, ... in this order.
             ``"dynamic"`` is accepted, but has no effect: sets can always be added later.
 
     Raises:
-        ArgumentError: Sets are equal to each other or to the global set, or differ between ranks. Raised on
-            all ranks. This process has joined the job then, and may call ``init`` again with other sets.
-        KeyError: The job has sets already, and none has the same ranks as a set in ``process_sets``.
+        ArgumentError: Two sets are equal, a set equals the global set, or the sets differ between ranks.
+            Raised on all ranks. This process is in the job nevertheless, and may call ``init`` again with
+            other sets.
+        KeyError: The job already has process sets, but none with the ranks of a set in ``process_sets``.
     """
     if isinstance(process_sets, str):
         if process_sets.lower() != "dynamic":
@@ -49,10 +50,10 @@ def init(comm: Any = None, process_sets: Iterable[ProcessSet] | str | None = Non
     session.init(comm)
     if not again:
         handles.clear()
-        if session.engine().closed:  # A process that a rank has started, which is not part of the job.
+        if session.engine().closed:  # A child process of a rank, which is not part of the job.
             return
-    # The first time also without sets, because another rank may have some and must get the error.
-    # After a first init whose list was refused there are no sets yet, so another list is accepted.
+    # The first call registers even an empty list, because another rank may pass sets and must get the error.
+    # If that list was refused, no sets exist yet, so a later call may pass another list.
     if not again or (sets and len(session.engine().process_sets()) == 1):
         _register_sets(sets)
         session.engine().recorder.uncounted()
@@ -67,8 +68,8 @@ class SetsDifferError(MismatchError, ArgumentError):
 def _register_sets(process_sets: list[ProcessSet]) -> None:
     """Register the sets passed to ``init``, with ids 1, 2, ... in order. Collective over all ranks.
 
-    Sets made from communicators may differ between ranks (as after ``Split``). They come after the others,
-    ordered by their ranks.
+    Sets made from communicators may differ between ranks (as after ``Split``). They are registered after the
+    other sets, sorted by their ranks.
 
     Raises:
         ArgumentError: On any rank, sets are equal to each other or to the global set, or out of range.
@@ -107,8 +108,8 @@ def _register_sets(process_sets: list[ProcessSet]) -> None:
 def mark_step() -> None:
     """Mark the end of a training step, for timelines, metrics and reports.
 
-    For scripts that reduce gradients by hand, or in which several optimizers make one step. After the first
-    call, the optimizers' own marks are ignored. Without a job it does nothing.
+    Use this in scripts that reduce gradients by hand, or in which several optimizers make up one step. After
+    the first call, the optimizers no longer mark steps themselves. Outside a job, this does nothing.
     """
     session.mark_step(StepMark.SCRIPT)
 
@@ -134,12 +135,12 @@ def local_size() -> int:
 
 
 def cross_rank() -> int:
-    """Return this host's index among the hosts that have a process with this local rank."""
+    """Return this host's index among the hosts that run a process with the same local rank."""
     return session.engine().cross_rank
 
 
 def cross_size() -> int:
-    """Return the number of hosts that have a process with this local rank."""
+    """Return the number of hosts that run a process with the same local rank."""
     return session.engine().cross_size
 
 
@@ -167,17 +168,17 @@ def mpi_built() -> bool:
 
 
 def gloo_enabled() -> bool:
-    """Return False: gloo is not used. MPI and shared memory do its work."""
+    """Return False: MPI and shared memory are used instead of Gloo."""
     return False
 
 
 def gloo_built() -> bool:
-    """Return True if ``HOROVOD_RANK`` is set, which scripts take as a sign of gloo. Gloo is not used."""
+    """Return True if ``HOROVOD_RANK`` is set, which scripts take to mean Gloo. Gloo itself is never used."""
     return "HOROVOD_RANK" in os.environ
 
 
 def nccl_built() -> int:
-    """Return 0: NCCL is used for PyTorch tensors only (``ringdance.torch``). Scripts compare the number."""
+    """Return 0, because only ``ringdance.torch`` uses NCCL. Scripts compare the number."""
     return 0
 
 

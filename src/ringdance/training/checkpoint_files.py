@@ -1,10 +1,11 @@
-"""The files of checkpoints: complete or absent, even after a kill, with several writers in one directory.
+"""Checkpoint files: complete or absent, even if a writer is killed or several writers share a directory.
 
-Note [Manifests]: a checkpoint exists from the moment its manifest, ``.<file>.json``, gets its name. Until
-then its files have names that no other save uses. These names contain a token that is in the manifest.
-Afterwards the files get their final names. A reader takes a file under its first name if that exists. A
-checkpoint is therefore complete even if its writer was killed in between, and a table always belongs to its
-model. Files that were copied without their manifests count too, as older than checkpoints with a manifest.
+Note [Manifests]: a checkpoint exists from the moment its manifest is renamed to ``.<file>.json``. Until then,
+its files have temporary names that contain a unique token, which is also recorded in the manifest. Afterwards
+the files are renamed to their final names. Readers prefer a file's temporary name if it still exists, so a
+checkpoint is complete even if its writer was killed between the renames, and a table always matches its
+model. Files that were copied without their manifests also count, but as older than checkpoints with
+manifests.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ TABLE = ".npy"
 """Suffix of a checkpoint's table, appended to the checkpoint's name."""
 tokens: set[str] = set()
 """Tokens of the saves in progress in this process, see Note [Manifests]."""
-_naming = threading.Lock()  # Two writers in this process may use the same directory and name.
-_locks: dict[Path, IO[bytes]] = {}  # Kept until this process exits.
+_naming = threading.Lock()  # For two writers in this process that use the same directory and name.
+_locks: dict[Path, IO[bytes]] = {}  # Held until this process exits.
 
 
 class CheckpointError(RingdanceError):
@@ -45,10 +46,10 @@ class SavedCheckpoint(NamedTuple):
 
     Attributes:
         number: Number of the checkpoint.
-        serial: Position in the order of saving, from 1. 0 without a manifest.
-        token: Token in the first names of its files, see Note [Manifests]. "" without a manifest.
-        sizes: Bytes of its file and its table. Only one entry if it does not have a table.
-        checksums: CRC-32 of these files. () without a manifest.
+        serial: Position in the order of saving, from 1. 0 if the manifest is missing.
+        token: Token in the files' temporary names. "" if the manifest is missing. See Note [Manifests].
+        sizes: Sizes of the checkpoint's file and table in bytes. One entry without a table.
+        checksums: CRC-32 of these files. () if the manifest is missing.
         problem: Why the checkpoint is not complete, or "".
     """
 
@@ -66,7 +67,7 @@ class SavedCheckpoint(NamedTuple):
 
 
 class CheckpointFiles:
-    """The files of checkpoints, on rank 0. One thread writes. See Note [Manifests]."""
+    """A directory's checkpoint files, used on rank 0. Only one thread writes. See Note [Manifests]."""
 
     def __init__(self, directory: Path, keep: int, name: str, suffix: str) -> None:
         self._directory, self._keep, self._name, self._suffix = directory, keep, name, suffix
@@ -74,7 +75,7 @@ class CheckpointFiles:
         self._names = re.compile(rf"{stem}|\.{stem}\.json")
         files = rf"(?:{stem}(?:\{TABLE})?|\.{stem}\.json)"
         self._partials = re.compile(rf"\.{files}\.partial-(?P<token>[0-9a-f]+)")
-        self._whole: set[SavedCheckpoint] = set()  # Checkpoints whose checksums were verified.
+        self._whole: set[SavedCheckpoint] = set()  # Checkpoints with verified checksums.
         self._lock, self._claimed = directory / f".{name}-N{suffix}.lock", False
 
     def path(self, number: int) -> Path:
@@ -82,17 +83,17 @@ class CheckpointFiles:
         return self._directory / f"{self._name}-{number:08d}{self._suffix}"
 
     def scan(self) -> list[SavedCheckpoint]:
-        """Return the checkpoints: damaged ones first, then ones without manifest, then in order of saving."""
+        """Return all checkpoints: damaged ones, ones without a manifest, then the rest in order of saving."""
         present = [saved for number in self._numbers() if (saved := self.look(number))]
         return sorted(present, key=lambda saved: (not saved.problem, saved.serial, saved.number))
 
     def _numbers(self) -> set[int]:
-        """Return the numbers in the names of files and manifests."""
+        """Return the checkpoint numbers that occur in the names of files and manifests."""
         matches = [self._names.fullmatch(name) for name in os.listdir(self._directory)]
         return {int(match[1] or match[2]) for match in matches if match}
 
     def look(self, number: int) -> SavedCheckpoint | None:
-        """Return the checkpoint with a number, or None if its own file does not exist."""
+        """Return the checkpoint with this number, or None if its main file does not exist."""
         path = self.path(number)
         files = [path, table_path(path)]
         sizes_now = [size for file in files if (size := _size(file)) is not None]
@@ -111,7 +112,7 @@ class CheckpointFiles:
             pass
         except (ArithmeticError, AttributeError, ValueError, LookupError, TypeError, OSError, RecursionError):
             saved = SavedCheckpoint(number, problem=f"{_manifest(path)} is damaged")
-        # The table first, because another process that removes a checkpoint starts with its own file.
+        # Look at the table first, because a process that removes a checkpoint starts with the main file.
         for file, size in reversed(list(zip(files, saved.sizes, strict=False))):
             there = _size(present_path(file, saved.token))
             if there is None and file == path:
@@ -153,7 +154,7 @@ class CheckpointFiles:
         )
 
     def _checked(self, saved: SavedCheckpoint) -> SavedCheckpoint:
-        """Read all of a checkpoint and return it, with a problem if a checksum differs.
+        """Verify a checkpoint's checksums. Returns the checkpoint, with a problem if a checksum differs.
 
         Raises:
             FileNotFoundError: Another process has just replaced it.
@@ -188,7 +189,7 @@ class CheckpointFiles:
     def write(
         self, number: int, token: str, write: Callable[[Path], Any], write_table: Callable[[], None] | None
     ) -> None:
-        """Write a checkpoint, see Note [Manifests], and remove the oldest ones beyond ``keep``."""
+        """Write a checkpoint as in Note [Manifests], then remove the oldest checkpoints beyond ``keep``."""
         path = self.path(number)
         files = [path, *([table_path(path)] if write_table is not None else [])]
         partials = [partial_path(file, token) for file in (*files, _manifest(path))]
@@ -224,7 +225,7 @@ class CheckpointFiles:
                 self._remove(old)
 
     def _claim(self) -> None:
-        """Before the first save, complete what killed writers left, and remove what cannot be completed."""
+        """Before the first save, finish what killed writers left, and remove what cannot be finished."""
         with _naming:
             if self._claimed:
                 return
@@ -233,7 +234,7 @@ class CheckpointFiles:
                 file = _locks[self._lock] = open(self._lock, "ab", opener=open_at_once)  # noqa: SIM115
             self._claimed = True
             try:
-                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # This process may have the lock already.
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # This process may already hold the lock.
             except (BlockingIOError, PermissionError):
                 _log.warning(
                     "ringdance: another process, perhaps on another host, writes the checkpoints %s in %s. "
@@ -241,27 +242,27 @@ class CheckpointFiles:
                     self.path(0).name.replace("0" * 8, "*"), self._directory,
                 )  # fmt: skip
                 return
-            except OSError:  # A file system without locks. Assume that this is the only writer.
+            except OSError:  # The file system has no locks. Assume that this is the only writer.
                 pass
             for saved in self.scan():
                 self._finish(saved)
             for path in self._directory.iterdir():
                 match = self._partials.fullmatch(path.name)
                 if match and match["token"] not in tokens:
-                    with contextlib.suppress(OSError):  # For example, a foreign directory.
+                    with contextlib.suppress(OSError):  # For example, because the name is a directory.
                         path.unlink()
 
     def _finish(self, saved: SavedCheckpoint) -> None:
-        """Give the files of a checkpoint their final names."""
+        """Rename a checkpoint's files to their final names."""
         path = self.path(saved.number)
         for file in (path, table_path(path)):
             with contextlib.suppress(FileNotFoundError):
                 os.replace(partial_path(file, saved.token), file)
-        if saved.serial and not saved.table:  # A table that exists belongs to the replaced checkpoint.
+        if saved.serial and not saved.table:  # An existing table belongs to the replaced checkpoint.
             table_path(path).unlink(missing_ok=True)
 
     def _remove(self, number: int) -> None:
-        """Remove a checkpoint. Its own file first: without it, the checkpoint does not exist."""
+        """Remove a checkpoint. The main file goes first, because without it the checkpoint does not exist."""
         path = self.path(number)
         for file in (path, table_path(path), _manifest(path)):
             file.unlink(missing_ok=True)
@@ -277,7 +278,7 @@ def _manifest(path: Path) -> Path:
 
 
 def partial_path(path: Path, token: str) -> Path:
-    """Return the first name of a file, see Note [Manifests]."""
+    """Return a file's temporary path. See Note [Manifests]."""
     return path.with_name(f".{path.name}.partial-{token}")  # torch.save writes the stem into the file.
 
 
@@ -290,5 +291,5 @@ def _size(path: Path) -> int | None:
 
 
 def present_path(path: Path, token: str) -> Path:
-    """Return the path of a checkpoint's file, see Note [Manifests]."""
+    """Return the path under which a checkpoint's file can be read now. See Note [Manifests]."""
     return first if (first := partial_path(path, token)).exists() else path

@@ -36,11 +36,11 @@ _READS = 5  # Attempts to read a checkpoint while another process replaces it.
 
 
 class Checkpoints:
-    """Numbered checkpoints in a directory. The last ones saved are kept.
+    """Numbered checkpoints in a directory. Only the most recent ones are kept.
 
-    All ranks make the calls. Only rank 0 uses the directory, so no other host needs access to it. A
-    checkpoint exists once it is completely on disk: a killed run loses at most the one it was writing. Other
-    checkpoints can be in the same directory if their name or suffix differs.
+    All ranks must call the methods. Only rank 0 uses the directory, so no other host needs access to it. A
+    checkpoint exists once it is completely on disk, so a killed run loses at most the one it was writing.
+    Other checkpoints can be in the same directory if their name or suffix differs.
 
     Args:
         directory: Directory, created if needed.
@@ -74,10 +74,10 @@ class Checkpoints:
         """Write a checkpoint in the background. First wait for the previous one to complete.
 
         Args:
-            number: Number such as the step, 0 or more. An existing checkpoint with it is replaced.
+            number: A number, 0 or more, such as the step. Replaces an existing checkpoint with this number.
             write: Called on rank 0 in a thread, with the path of a file to write. The data it saves must not
                 change in the meantime: pass it copies.
-            table: Table to save with it, as it is now, in a separate file.
+            table: Table to save with the checkpoint, as it is now, in a separate file.
 
         Raises:
             CheckpointError: The previous checkpoint, or a sharded table (written now), could not be written.
@@ -132,9 +132,9 @@ class Checkpoints:
         """Return a checkpoint's number and content on all ranks.
 
         Args:
-            number: Number of the checkpoint. None means the last saved one, and the result is None if there
-                are none. Damaged checkpoints are skipped then, with a warning.
-            table: Table to fill with the values that were saved with it.
+            number: Number of the checkpoint. None means the last one saved. In that case, damaged checkpoints
+                are skipped with a warning, and None is returned if none exist.
+            table: Table to fill with the values that were saved with the checkpoint.
 
         Raises:
             CheckpointError: The checkpoint does not exist or has no table, or all are damaged.

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, Any]
 
-# dtype.name is computed at each access (2 µs); a lookup takes 0.1 µs.
+# NumPy computes dtype.name on each access (2 µs). A dict lookup takes 0.1 µs.
 _DTYPE_NAMES: dict[np.dtype[Any], str] = {
     np.dtype(kind): np.dtype(kind).name
     for kind in (
@@ -29,7 +29,7 @@ _DTYPE_NAMES: dict[np.dtype[Any], str] = {
 
 
 def know_dtypes(names: dict[Any, str]) -> None:
-    """Allow requests to have elements of a framework's own dtypes."""
+    """Register a framework's own dtypes, so that requests may use them."""
     _DTYPE_NAMES.update(names)
 
 
@@ -38,14 +38,14 @@ _OPERATIONS = {int(operation): operation for operation in ReduceOp}
 
 
 class UnsupportedOperationError(ArgumentError, CollectiveError, NotImplementedError):
-    """This collective, data type or number of ranks does not allow the reduction. Raised locally, at once.
+    """The operation is not supported for this collective, dtype or number of ranks. Raised locally, at once.
 
-    Derives from all three classes because Horovod raises one or another, depending on the case.
+    Derives from all three classes, because Horovod raises different ones in different cases.
     """
 
 
 def pick_operation(average: bool | None, op: int | None) -> ReduceOp:
-    """Return the operation for Horovod's pair of arguments. Average if both are ``None``.
+    """Return the operation for Horovod's arguments ``average`` and ``op``. Average if both are ``None``.
 
     Raises:
         ArgumentError: Both are passed, or ``op`` is not a known number.
@@ -84,7 +84,7 @@ def describe(
     _check_operation(kind, names, operation)
     detail: tuple[int, ...] = ()
     if kind in (Collective.ALLGATHER, Collective.ALLTOALL, Collective.REDUCESCATTER) and not all(shapes):
-        detail = (-1,)  # A tensor without dimensions. The engine refuses it on all members.
+        detail = (-1,)  # The tensor has no dimensions. The engine refuses it on all members.
     if kind in (Collective.ALLGATHER, Collective.ALLTOALL):
         shapes = tuple(shape[1:] for shape in shapes)
     return Description(kind, names, shapes, operation, prescale, postscale, root, detail)
@@ -124,12 +124,12 @@ def check_gradient(operation: ReduceOp, size: int, where: str) -> None:
 
 
 def is_random_state(variable: Any) -> bool:
-    """Return True if a variable is a seed of Keras 3, such as dropout's. Each rank keeps its own seeds."""
+    """Return True if a variable is a Keras 3 seed, such as dropout's. Each rank keeps its own seeds."""
     return "seed_generator_state" in str(getattr(variable, "path", ""))
 
 
 def is_gradient_sum(variable: Any) -> bool:
-    """Return True if a variable is a sum of gradients in a Keras 3 optimizer. It is local to each rank."""
+    """Return True if a variable accumulates gradients in a Keras 3 optimizer. Each rank has its own sums."""
     return "gradient_accumulator" in str(getattr(variable, "path", ""))
 
 
@@ -143,11 +143,11 @@ def check_root(root: int, members: tuple[int, ...], name: str | None, set_id: in
 
 
 def split_rows(view: Array, splits: Array | None, size: int, name: str, engine: Engine) -> Array:
-    """Return the rows for each member of an alltoall as int64, shape (size,).
+    """Return the number of rows to send to each member in an alltoall, as int64 with shape (size,).
 
     Args:
         view: Tensor whose rows are sent.
-        splits: Integers, one for each member, or ``None`` for equal shares.
+        splits: One integer per member, or ``None`` for equal shares.
         size: Number of members.
         name: Name of the call, for messages.
         engine: Engine of this rank, for messages.

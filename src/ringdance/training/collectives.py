@@ -1,12 +1,12 @@
-"""Collective calls on NumPy views: the one path from every binding to the engine.
+"""Collective calls on NumPy views: the path that every binding takes to the engine.
 
 A binding makes a ``Call`` (``reduction`` and ``movement`` check the user's arguments), converts its tensors
 to NumPy views, submits the call and converts the results back to tensors. A call holds no tensors, so
-frameworks that compile can keep it in a graph, as text.
+compiling frameworks can store it in a graph as text.
 
 Note [Refused calls]
-An argument error that only this rank can see is raised here at once. The other ranks wait for the same
-call, so ``Call.refuse`` makes it fail on them with the same message.
+An argument error that only this rank can see is raised here at once. The other ranks are still waiting for
+this rank's call, so ``Call.refuse`` makes their calls fail with the same message.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ class Call:
 
     Args:
         kind: The collective.
-        name: Key that matches the calls of the ranks. ``None`` matches by order.
-        operation: Operation, if the call is a reduction.
-        prescale, postscale: Factors before and after a reduction.
-        set_id: Process set.
-        root: Global rank of the root, if the call is a broadcast.
-        grouped: True if the call has a list of tensors that are exchanged together.
+        name: Key that matches this call with the other ranks' calls. If ``None``, calls match by order.
+        operation: The reduction's operation. Only for reductions.
+        prescale, postscale: Factors applied before and after a reduction.
+        set_id: Id of the process set.
+        root: Global rank of a broadcast's root.
+        grouped: True if the call takes a list of tensors, which are exchanged together.
         equal_splits: True for an alltoall without splits.
         tables: Names of the tables whose rows are reduced. See ``training.gradients.sparse.submit``.
-        step_mark: For the last exchange of a step, who marks the step as complete. See ``completed``.
-        pattern: For a reduction of gradients, the pattern from ``lists.pattern_of``.
-        weights: For a comparison of weights, the texts from ``training.gradients.weights.call_of``.
+        step_mark: In the last exchange of a step, says who marks the step as complete. See ``completed``.
+        pattern: Gradient reductions only: the pattern from ``lists.pattern_of``.
+        weights: Weight comparisons only: the texts from ``training.gradients.weights.call_of``.
     """
 
     kind: Collective
@@ -63,27 +63,27 @@ class Call:
     grouped: bool = False
     equal_splits: bool = False
     tables: tuple[str, ...] = ()
-    step_mark: int = 0  # A StepMark as an integer, because hashing a member of an Enum is slow.
+    step_mark: int = 0  # A StepMark as an integer, because hashing Enum members is slow.
     pattern: str = ""
     weights: tuple[str, ...] = ()
-    # The last submission's dtypes and shapes, with its description: comparing them is faster than hashing.
+    # Dtypes and shapes of the last submission, and its description. Comparing them is faster than hashing.
     _described: list[Any] = field(default_factory=lambda: [None], init=False, repr=False, compare=False)
 
     @property
     def keeps_shapes(self) -> bool:
-        """True if each result has the shape of its input, so that the caller can provide its memory."""
+        """True if each result has the shape of its input, so that the caller can allocate the results."""
         kept = self.kind is Collective.ALLREDUCE or self.kind is Collective.BROADCAST
         return kept and not self.tables and not self.weights
 
     @property
     def full_name(self) -> str | None:
-        """The name under which the engine knows the call. ``None`` if it is unnamed."""
+        """The name that the engine uses for this call, or ``None`` if the call is unnamed."""
         if self.name is None:
             return None
         return f"{'grouped_' if self.grouped else ''}{self.kind.name.lower()}.{self.name}"
 
     def but(self, **changes: Any) -> Call:
-        """Return the call with some fields changed."""
+        """Return a copy of the call with some fields changed."""
         return replace(self, **changes)
 
     def text(self) -> str:
@@ -93,7 +93,7 @@ class Call:
     @staticmethod
     @lru_cache(maxsize=4096)
     def from_text(text: str) -> Call:
-        """Return the call that ``text()`` wrote."""
+        """Return the call that ``text()`` serialized."""
         values = json.loads(text)
         values["kind"] = Collective(values["kind"])
         values["operation"] = ReduceOp(values["operation"])
@@ -109,10 +109,10 @@ class Call:
         Args:
             engine: Engine of this rank.
             inputs: Contiguous views. They must not change until the call is complete.
-            outputs: Memory for the results, only if the call ``keeps_shapes``. Pass the inputs to work in
-                place, or ``None`` to let the engine allocate.
-            splits: For an alltoall, each tensor's integers (rows for each member) or ``None``.
-            wake: If True, wake the engine thread to start the call. False for callers that wait at once.
+            outputs: Arrays that receive the results. Only allowed if the call ``keeps_shapes``. Pass the
+                inputs to work in place, or ``None`` to let the engine allocate.
+            splits: Alltoall only: for each tensor, the numbers of rows to send to each member, or ``None``.
+            wake: If True, wake the engine thread to start the call. Callers that wait at once pass False.
             device: Kind of device, if the inputs are the framework's own tensors.
             ready: Passed on to ``Request``.
 
@@ -120,8 +120,9 @@ class Call:
             A work whose result is a list of arrays, one for each input.
 
         Raises:
-            ArgumentError: A type, operation, root or split is not valid, this process is not a member, or
-                the name is in flight. Peers get the same message, see Note [Refused calls].
+            ArgumentError: A type, operation, root or split is invalid, this process is not a member, or
+                another call with this name is in flight. Peers get the same message. See Note [Refused
+                calls].
         """
         kind, number = self.kind, self.set_id
         try:
@@ -164,7 +165,7 @@ class Call:
         return replace(described, pattern=self.pattern, device=device), name
 
     def refuse(self, engine: Engine, error: Exception | str) -> None:
-        """Make the call fail on the peers, once per error: see Note [Refused calls]."""
+        """Make the call fail on the peers. Sends each error only once. See Note [Refused calls]."""
         if isinstance(error, str) or not getattr(error, "sent_to_peers", False):
             if isinstance(error, Exception):
                 error.sent_to_peers = True  # type: ignore[attr-defined]
@@ -180,7 +181,8 @@ class Call:
         """Return the collective that computes the gradient of this call.
 
         Raises:
-            UnsupportedOperationError: Several ranks reduce by Min, Max, Product or Adasum (not linear).
+            UnsupportedOperationError: The operation is not linear (Min, Max, Product or Adasum), and the
+                set has several ranks.
         """
         size = len(engine.members(self.set_id))
         checks.check_gradient(self.operation, size, f"{self.full_name or 'allreduce'} on rank {engine.rank}")
@@ -206,22 +208,22 @@ class Keep(enum.Enum):
 
     ALL = enum.auto()
     OWN_ROWS = enum.auto()  # The rows of each result that this rank contributed to the gather.
-    ROOT = enum.auto()  # All of them on the root, zeros on the other ranks.
-    PADDED = enum.auto()  # All of them, followed by zeros for the rows that were not sent.
+    ROOT = enum.auto()  # All rows on the root, zeros on the other ranks.
+    PADDED = enum.auto()  # All rows, followed by zeros for the rows that were not sent.
 
 
 @dataclass(frozen=True)
 class Backward:
-    """The gradient of a collective: a collective on the gradients of its results, then a local step.
+    """Computes a collective's gradient: a collective on the results' gradients, then a local step.
 
     All ranks of the set must run the backward pass. The gradient of a named call has the name
     ``<name>.grad``. The gradients of unnamed calls have no names, so they must run in the same order on all
     ranks, like the calls themselves.
 
     Args:
-        call: Call on the gradients of the results. An alltoall gets the received splits.
-        keep: Part of its results that is the gradient.
-        scale: Factor for the gradients before the call.
+        call: Call that exchanges the gradients of the results. For an alltoall, pass the received splits.
+        keep: Which part of the call's results is the gradient.
+        scale: Factor applied to the gradients before the call.
     """
 
     call: Call
@@ -229,8 +231,8 @@ class Backward:
     scale: float = 1.0
 
 
-# Return a call with these fields, the same object each time, so that its description is made only once. Not
-# for call sites where the shapes of the tensors change each time.
+# Return a call with these fields. Equal fields give the same object, so that its description is built only
+# once. Don't use this where the tensors' shapes change from call to call.
 prepared = lru_cache(maxsize=4096)(Call)
 
 
@@ -248,7 +250,7 @@ def reduction(
     kind: Collective, name: str | None, average: bool | None, op: int | None, prescale: float,
     postscale: float, process_set: ProcessSet, grouped: bool = False, step_mark: int = 0, pattern: str = "",
 ) -> Call:
-    """Return the call of an allreduce or reducescatter from a user's arguments.
+    """Build the call for an allreduce or reducescatter from the user's arguments.
 
     Raises:
         ArgumentError: ``op`` or ``process_set`` is wrong. Peers get the same message.
@@ -273,7 +275,7 @@ def movement(
     kind: Collective, name: str | None, process_set: ProcessSet, grouped: bool = False, root: int = -1,
     equal_splits: bool = False,
 ) -> Call:
-    """Return the call of a collective that only moves data, from a user's arguments.
+    """Build the call for a collective that only moves data from the user's arguments.
 
     Raises:
         ArgumentError: ``process_set`` is wrong.
@@ -305,14 +307,14 @@ def _members(engine: Engine, number: int) -> tuple[int, ...]:
 
 _BARRIER = Description(Collective.BARRIER)
 _JOIN = Description(Collective.JOIN)
-# Called when all ranks have joined. The references are weak, so registering does not keep an object alive.
+# Methods to call when all ranks have joined. Weak references, so registering does not keep an object alive.
 _listeners: weakref.WeakKeyDictionary[Engine, list[weakref.WeakMethod[Callable[[], None]]]] = (
     weakref.WeakKeyDictionary()
 )
 
 
 def on_join(engine: Engine, method: Callable[[], None]) -> None:
-    """Call the bound method each time ``join`` returns on this rank, as long as its object exists."""
+    """Call a bound method each time ``join`` returns on this rank, for as long as its object is alive."""
     known = [reference for reference in _listeners.get(engine, []) if reference() is not None]
     _listeners[engine] = [*known, weakref.WeakMethod(method)]
 
@@ -324,7 +326,7 @@ def barrier(engine: Engine, set_id: int = 0) -> None:
 
 
 def join(engine: Engine) -> int:
-    """Help the other ranks with zeros until all have joined. Returns the rank that joined last."""
+    """Contribute zeros to the other ranks' calls until all have joined. Returns the last rank to join."""
     last: int = engine.submit(Request(_JOIN), wake=False).wait()
     engine.joins += 1
     for listener in [reference() for reference in _listeners.get(engine, [])]:

@@ -1,4 +1,4 @@
-"""Training that continues after an error: a committed state, and a loop that goes back to it.
+"""Training that continues after an error: a committed state, and a loop that restores it and tries again.
 
 ::
 
@@ -13,9 +13,9 @@
 
     train(state)
 
-When a collective fails, every rank goes back to its last commit, leaves the job, joins it again, takes rank
-0's state, and calls the function again. Any other exception ends the job. The processes and hosts of a job
-stay the same: if a process has exited, the error is raised on all others.
+When a collective fails, every rank restores its last commit, leaves the job, rejoins it, receives rank 0's
+state and calls the function again. Any other exception ends the job. Processes and hosts are never added or
+replaced: if a process has exited, the error is raised on all other ranks.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from ringdance.training.objects import broadcast_object
 
 _log = logging.getLogger("ringdance")
 
-# Training is not restarted after more than this many failures in a row without a new commit.
+# Give up after more than this many consecutive failures without a new commit.
 MOST_FAILURES = 10
 
 T = TypeVar("T")
@@ -46,28 +46,28 @@ Broadcast = Callable[[Any], Any]
 
 
 class State:
-    """The state of a training run. Base class of the states for each framework.
+    """The state of a training run. Base class for each framework's states.
 
     Subclasses define ``save``, ``restore`` and ``sync``, and ``reset`` if needed.
 
     Args:
-        bcast_object: Returns rank 0's object on all ranks. Default: ``broadcast_object``.
-        get_rank: Returns this process's rank.
+        bcast_object: Function that returns rank 0's object on all ranks. Default: ``broadcast_object``.
+        get_rank: Function that returns this process's rank.
     """
 
     def __init__(
         self, bcast_object: Broadcast | None = None, get_rank: Callable[[], int] | None = None
     ) -> None:
-        # A separate name, so that it does not match a broadcast of the script.
+        # A separate name, so that this call cannot match one of the script's own broadcasts.
         self._bcast_object = bcast_object or functools.partial(broadcast_object, name="elastic.state")
         self._rank = get_rank or basics.rank
         self._reset_callbacks: list[Callable[[], Any]] = []
         self._saves = 0
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], Any]]) -> None:
-        """Call functions, in this order, each time the job has restarted.
+        """Register functions to call, in this order, after each restart of the job.
 
-        The number of ranks may be different then: scale the learning rate here.
+        The number of ranks may have changed, so this is the place to rescale the learning rate.
         """
         self._reset_callbacks.extend(callbacks)
 
@@ -83,10 +83,10 @@ class State:
         self._saves += 1
 
     def check_host_updates(self) -> None:
-        """Do nothing: the hosts of a job do not change. Horovod scripts call it."""
+        """Do nothing, because a job's hosts never change. Exists for Horovod scripts that call it."""
 
     def save(self) -> None:
-        """Keep a copy of everything in memory, for ``restore``."""
+        """Copy the state in memory, for ``restore``."""
         raise NotImplementedError
 
     def restore(self) -> None:
@@ -98,24 +98,24 @@ class State:
         raise NotImplementedError
 
     def reset(self) -> None:
-        """Adapt to the restarted job, perhaps with other ranks. Does nothing in this class."""
+        """Adapt to the restarted job, whose ranks may differ. Does nothing in this class."""
 
 
 class ObjectState(State):
-    """Plain attributes: ``state.epoch`` for ``ObjectState(epoch=0)``.
+    """A state of plain attributes. ``ObjectState(epoch=0)`` has the attribute ``state.epoch``.
 
-    A save copies lists, dicts, sets, arrays and their contents, so that changing them in place does not
+    ``save`` copies lists, dicts, sets, arrays and their contents, so that changing them in place does not
     change the saved state. Objects of other classes are not copied.
 
-    ``sync`` gives all ranks both rank 0's values and its last saved values. A later ``restore`` then goes
-    back to a consistent state, saved at one moment.
+    ``sync`` sends both rank 0's current values and its last saved values to all ranks. A later ``restore``
+    then restores the same consistent state everywhere, saved at a single point in time.
 
     Args:
         bcast_object, get_rank: Passed on to ``State``.
-        kwargs: Names and initial values of the attributes, which count as saved.
+        kwargs: Names and initial values of the attributes. The initial values count as the first save.
 
     Raises:
-        ArgumentError: An attribute has the name of a method.
+        ArgumentError: An attribute has the same name as a method.
     """
 
     def __init__(
@@ -135,13 +135,13 @@ class ObjectState(State):
         self._saves += 1
 
     def restore(self) -> None:
-        """Set the attributes to their last saved values, and forget later lookups of embedding tables."""
+        """Restore the last saved attributes, and discard embedding lookups made since then."""
         forget_lookups()
         for name, value in self._saved_state.items():
             setattr(self, name, self._copied(value))
 
     def sync(self) -> None:
-        """Copy rank 0's attributes: their current values and their last saved values."""
+        """Copy rank 0's attributes to all ranks, both current and last saved values."""
         if not self._saved_state:
             return
         values = {name: getattr(self, name) for name in self._saved_state}
@@ -152,7 +152,7 @@ class ObjectState(State):
                 setattr(self, name, value)
 
     def _copied(self, value: Any) -> Any:
-        """Copy containers and arrays recursively. Other objects may be tied to further objects: keep them."""
+        """Copy containers and arrays recursively. Keep other objects, which may refer to further objects."""
         kind = type(value)
         if kind in (dict, OrderedDict, defaultdict, Counter, list, deque):
             copied = copy.copy(value)
@@ -165,7 +165,7 @@ class ObjectState(State):
 
 
 class VariablesState(ObjectState):
-    """Variables of a framework, and plain attributes. Subclasses define how to access the variables."""
+    """A framework's variables and plain attributes. Subclasses define how to access the variables."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -201,7 +201,7 @@ class VariablesState(ObjectState):
 
 
 def restart() -> None:
-    """Leave the job and join it again, on all ranks. Process sets must be added again.
+    """Leave and rejoin the job, on all ranks. The script must add its process sets again.
 
     Raises:
         RankLostError: A process has exited, or does not join within the setting ``elastic_timeout``.
@@ -210,14 +210,14 @@ def restart() -> None:
 
 
 def run_fn(func: Callable[..., T], reset: Callable[[], Any]) -> Callable[..., T]:
-    """Wrap ``func`` in a loop that restarts it after errors of collectives. See the module docstring.
+    """Wrap ``func`` in a loop that restarts it after a collective has failed. See the module docstring.
 
-    The loop gives up and raises the error if it cannot continue (a process has exited), or after ten
+    The loop gives up and raises the error if it cannot continue (because a process has exited), or after ten
     attempts without a new commit.
 
     Args:
         func: Function whose first parameter is a ``State``.
-        reset: Leaves the job and joins it again.
+        reset: Function that leaves the job and rejoins it.
     """
 
     @functools.wraps(func)
@@ -233,10 +233,10 @@ def run_fn(func: Callable[..., T], reset: Callable[[], Any]) -> Callable[..., T]
                 if not skip_sync:
                     state.sync()
                 return func(state, *args, **kwargs)
-            except HostsUpdatedInterrupt as interrupt:  # Raised by scripts that replace check_host_updates.
+            except HostsUpdatedInterrupt as interrupt:  # Raised by scripts that override check_host_updates.
                 skip_sync = interrupt.skip_sync
             except NotInitializedError:
-                raise  # Nothing has failed: the call of init() is missing.
+                raise  # Nothing has failed. The script forgot to call init().
             except CollectiveError as error:
                 failures.note(error)
                 state.restore()
@@ -255,7 +255,7 @@ class _Failures:
         self._saves = self._count = 0
 
     def note(self, error: CollectiveError) -> None:
-        """Return if training can restart. Otherwise, raise the error with the reason."""
+        """Return normally if training can restart. Otherwise, raise the error and state the reason."""
         saves = getattr(self._state, "_saves", 0)
         self._count = 1 if saves != self._saves else self._count + 1
         self._saves = saves
@@ -288,22 +288,23 @@ def run(func: Callable[..., T]) -> Callable[..., T]:
 class ElasticIndices:
     """Divides the remaining samples of an epoch among the ranks.
 
-    The indices of the data set are shuffled by Python's random numbers, seeded with ``seed + epoch``. The
-    first ``processed_num`` of them are done. The rest is extended from its own start to a multiple of the
-    number of ranks, and distributed round-robin. All ranks compute the same indices without communication.
+    The data set's indices are shuffled with Python's ``random`` module, seeded with ``seed + epoch``. The
+    first ``processed_num`` indices are done. The remaining indices are padded to a multiple of the number of
+    ranks, by repeating them from their start, and are distributed round-robin. All ranks compute the same
+    indices without communication.
 
     Args:
-        length: Samples in the data set.
-        shuffle: If False, the order is kept.
-        seed: Seed, equal on all ranks.
+        length: Number of samples in the data set.
+        shuffle: If False, keep the data set's order.
+        seed: Seed for shuffling, the same on all ranks.
 
     Attributes:
         epoch: Epoch set by ``set_epoch``.
-        processed_num: Samples of this epoch that are done, on all ranks together.
-        num_replicas, rank: Number of ranks and this rank at the last ``reset``.
-        remaining_indices: Indices that were left of the epoch at the last ``reset``.
-        num_samples: Samples for each rank.
-        total_size: Samples for all ranks together.
+        processed_num: Number of samples done in this epoch, on all ranks together.
+        num_replicas, rank: Number of ranks and this rank's number, as of the last ``reset``.
+        remaining_indices: Indices that were not yet done at the last ``reset``.
+        num_samples: Number of remaining samples per rank, with padding.
+        total_size: Number of remaining samples on all ranks together, with padding.
     """
 
     def __init__(self, length: int, shuffle: bool = True, seed: int = 0) -> None:
@@ -313,17 +314,17 @@ class ElasticIndices:
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int) -> None:
-        """Start an epoch with nothing done. Call it after an epoch: a restart continues within one."""
+        """Start an epoch from the beginning. Call this at the end of each epoch, not after a restart."""
         self.epoch = epoch
         self.processed_num = 0
         self.reset()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
-        """Record that every rank has done a batch of this many samples."""
+        """Record that every rank has processed a batch of ``batch_size`` samples."""
         self.processed_num += batch_size * self.num_replicas
 
     def state_dict(self) -> dict[str, int]:
-        """Return the epoch and the progress in it."""
+        """Return the epoch and the number of samples done in it."""
         return {"epoch": self.epoch, "processed_num": self.processed_num}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
@@ -344,7 +345,7 @@ class ElasticIndices:
         self.total_size = self.num_samples * self.num_replicas
 
     def __iter__(self) -> Iterator[int]:
-        # Extended from its own start, several times if fewer samples are left than there are ranks.
+        # Pad by repeating the indices from the start, several times if there are fewer samples than ranks.
         lengthened = itertools.islice(itertools.cycle(self.remaining_indices), self.total_size)
         return iter(list(lengthened)[self.rank :: self.num_replicas])
 
@@ -352,21 +353,21 @@ class ElasticIndices:
         return self.num_samples
 
 
-# The last error of a collective in a compiled function, because frameworks pass on its message only.
+# The last error of a collective in a compiled function. Kept because frameworks pass on only its message.
 _last: list[BaseException] = []
 
 
 def remember(error: BaseException) -> None:
-    """Keep the error of a collective in a compiled function, for ``run_translating``."""
+    """Store an error raised by a collective in a compiled function, for ``run_translating``."""
     _last[:] = [error]
 
 
 def run_translating(func: Callable[..., T], errors: Any) -> Callable[..., T]:
-    """Work like ``run`` for a framework that raises its own errors for failed collectives.
+    """Like ``run``, for a framework that raises its own error classes when a collective fails.
 
     Args:
         func: Function whose first parameter is a ``State``.
-        errors: The framework's class of errors.
+        errors: The framework's error class.
     """
 
     @functools.wraps(func)

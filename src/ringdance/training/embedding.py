@@ -1,8 +1,8 @@
-"""A table of embeddings in host memory. Each step reads and updates some of its rows.
+"""An embedding table in host memory. Each step reads and updates some of its rows.
 
-The framework sees only the rows that a step uses. It computes their gradient like the gradient of any dense
-tensor, and neither memory nor time of a step depends on the size of the table. Each row is either on all
-ranks (replicated) or on one of them (sharded): row r on rank r % size.
+The framework sees only the rows that a step uses, and computes their gradient as for any dense tensor. A
+step's time and memory therefore do not depend on the size of the table. A table is either replicated (all
+ranks hold all rows) or sharded (row r is held by rank r % size).
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from ringdance.training.objects import broadcast_object
 __all__ = ["EmbeddingTable"]
 
 Array = np.ndarray[Any, Any]
-_CHUNK = 1 << 16  # Rows that are drawn, sent, read or written at once.
-_STEP = 2048  # Rows that are updated at once, in the processor's cache.
+_CHUNK = 1 << 16  # Number of rows that are initialized, sent, read or written at a time.
+_STEP = 2048  # Number of rows that are updated at a time. They fit in the CPU's cache.
 _TINY = np.finfo(np.float32).tiny
 
 _tables: weakref.WeakSet[EmbeddingTable] = weakref.WeakSet()
 
 
 def forget_lookups() -> None:
-    """Make all tables forget the lookups of a failed step, which no ``update`` will follow."""
+    """Discard all tables' lookups from a failed step, because no ``update`` will follow them."""
     for table in list(_tables):
         table._lookups.clear()
 
 
 class EmbeddingTable:
-    """Rows of float32 that are looked up by their numbers, and updated by Adagrad.
+    """Float32 rows that are looked up by row number and updated by Adagrad.
 
     All ranks make the same calls. In each step::
 
@@ -48,20 +48,21 @@ class EmbeddingTable:
         table.update(gradient)
 
     Args:
-        rows: Rows in the whole table.
-        columns: Columns in each row.
+        rows: Number of rows in the whole table.
+        columns: Number of columns (the embedding dimension).
         rate: Learning rate. May be changed at any time.
-        scale: Standard deviation of the initial values, which are drawn from a normal distribution.
+        scale: Standard deviation of the normal distribution from which initial values are drawn.
         accumulator: Initial sum of squared gradients, 0 or more. Larger values make the first steps smaller.
-            The default is the same as in Keras and TensorFlow. Gradients of a mean over a batch are small: as
-            long as their squares are far below this sum, steps are like SGD at rate / sqrt(accumulator).
-        sharded: If True, each rank has only its part of the rows, and ``lookup`` is a collective call.
-        seed: Seed of the initial values, which do not depend on the number of ranks.
-        name: Key that matches the calls of the ranks. Also appears in messages.
+            The default is the same as in Keras and TensorFlow. If the loss is a mean over the batch,
+            gradients are small. As long as the sum of their squares is far below this value, the updates are
+            like SGD with learning rate rate / sqrt(accumulator).
+        sharded: If True, each rank holds only its own part of the rows, and ``lookup`` is a collective call.
+        seed: Seed for the initial values, which do not depend on the number of ranks.
+        name: Key that matches the ranks' calls. Also appears in messages.
 
     Attributes:
         rows, columns, rate, sharded, name: The arguments.
-        values, accumulators: Arrays of shape (rows of this rank, columns).
+        values, accumulators: Arrays of shape (rows on this rank, columns).
 
     Source: Duchi, Hazan, Singer: Adaptive subgradient methods, JMLR 2011.
     """
@@ -90,17 +91,17 @@ class EmbeddingTable:
             self._own(self.values, begin, end)[:] = drawn[self._first(begin) :: self._size]
 
     def lookup(self, ids: Any, training: bool = True) -> tuple[Array, Array]:
-        """Return the rows that occur in ``ids``, each once, and the place of each id's row among them.
+        """Return each row that occurs in ``ids`` once, and for each id the index of its row in the result.
 
         Args:
-            ids: Integers of any shape: an array, or a tensor in host memory.
+            ids: Row numbers: an integer array of any shape, or a tensor in host memory.
             training: True if an ``update`` with the gradient of these rows will follow.
 
         Returns:
-            The rows, shape (n, columns), and the places, int64, in the shape of ``ids``.
+            The rows, with shape (n, columns), and the indices (int64), with the shape of ``ids``.
 
         Raises:
-            ArgumentError: An id is not the number of a row. Raised on this rank, and peers get the same
+            ArgumentError: An id is not a valid row number. Raised on this rank, and peers get the same
                 message.
         """
         ids = np.asarray(ids)
@@ -124,14 +125,14 @@ class EmbeddingTable:
         return values, places.reshape(ids.shape)
 
     def update(self, *gradients: Any) -> None:
-        """Update rows by the mean of their gradients over the ranks. A collective call.
+        """Update rows with the mean of the ranks' gradients. A collective call.
 
         Args:
-            gradients: The gradient of the rows of each ``lookup`` since the last update. They are summed:
-                several lookups count as parts of one batch.
+            gradients: One gradient for each ``lookup`` since the last update, with respect to its rows. The
+                gradients are summed, as if the lookups were parts of one batch.
 
         Raises:
-            ArgumentError: The gradients do not fit the lookups.
+            ArgumentError: The gradients do not match the lookups.
         """
         lookups, self._lookups = self._lookups, []
         arrays = [np.asarray(gradient, np.float32) for gradient in gradients]
@@ -162,7 +163,7 @@ class EmbeddingTable:
             self._adagrad(keys[begin : begin + _STEP], summed[begin : begin + _STEP])
 
     def _adagrad(self, keys: Array, gradient: Array) -> None:
-        squares = self.accumulators.take(keys, axis=0)  # Twice as fast as indexing.
+        squares = self.accumulators.take(keys, axis=0)  # take is twice as fast as indexing.
         squares += gradient * gradient
         self.accumulators[keys] = squares
         np.maximum(squares, _TINY, out=squares)  # Avoids 0 / 0 where both sum and gradient are 0.
@@ -174,7 +175,7 @@ class EmbeddingTable:
         self.values[keys] = values
 
     def _ask(self, lookup: _Lookup) -> Array:
-        """Get rows from the ranks that have them."""
+        """Request rows from the ranks that hold them."""
         owners = lookup.keys % self._size
         lookup.order = np.argsort(owners, kind="stable")
         lookup.sent = np.bincount(owners, minlength=self._size)
@@ -186,7 +187,7 @@ class EmbeddingTable:
         return values
 
     def _send(self, lookup: _Lookup, gradient: Array) -> tuple[Array, Array]:
-        """Send gradients to the ranks that have their rows. Return this rank's rows and their gradients."""
+        """Send gradients to the ranks that hold their rows. Return this rank's rows and their gradients."""
         gradients, _ = self._alltoall("gradients", gradient[lookup.order], lookup.sent)
         return lookup.asked, gradients
 
@@ -202,11 +203,12 @@ class EmbeddingTable:
     def snapshot(self, path: str | os.PathLike[str]) -> Callable[[], None]:
         """Return a function that writes the table as it is now, for ``Checkpoints.save``. A collective call.
 
-        A replicated table is copied, so that the function can write it in the background. No rank can hold
-        all rows of a sharded table, so rank 0 writes it at once, and the function does nothing.
+        A replicated table is copied, so that the function can write the copy in the background. No rank can
+        hold all rows of a sharded table, so rank 0 writes them before this call returns, and the function
+        does nothing.
 
         Args:
-            path: Path of the file. Nothing else may write it in the meantime. Only rank 0 uses it.
+            path: Path to write to, used on rank 0 only. Nothing else may write to it in the meantime.
 
         Raises:
             OSError: Rank 0 could not write a sharded table. Raised on all ranks.
@@ -219,12 +221,12 @@ class EmbeddingTable:
         return lambda: _write(Path(path), self.rows, self.columns, iter([state]))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the whole table with its accumulators. A collective call; rank 0 writes.
+        """Write the whole table, including accumulators. A collective call. Rank 0 writes the file.
 
-        The file is a ``.npy`` of shape (2, rows, columns), float32: values, then accumulators.
+        The file is a ``.npy`` array of shape (2, rows, columns) and type float32: values, then accumulators.
 
         Raises:
-            OSError: Rank 0 could not write it. Raised on all ranks.
+            OSError: Rank 0 could not write the file. Raised on all ranks.
         """
         problem: OSError | None = None
         parts = self._gathered()
@@ -233,19 +235,19 @@ class EmbeddingTable:
                 _write(Path(path), self.rows, self.columns, parts)
             except OSError as error:
                 problem = error
-        for _ in parts:  # All ranks must run the remaining collectives.
+        for _ in parts:  # After an error too, all ranks must run the remaining collectives.
             pass
         if problem := broadcast_object(problem, name=f"{self.name}.saved"):
             raise problem
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Read a file from ``save``, written with any number of ranks. A collective call; rank 0 reads.
+        """Read a file written by ``save`` on any number of ranks. A collective call. Rank 0 reads the file.
 
-        Earlier lookups are forgotten, so ``update`` takes no gradients for them.
+        Earlier lookups are discarded. Do not pass their gradients to ``update``.
 
         Raises:
-            ArgumentError: The file has a table of another shape, or is damaged. Raised on all ranks.
-            OSError: Rank 0 could not read it. Raised on all ranks.
+            ArgumentError: The file's table has a different shape, or is damaged. Raised on all ranks.
+            OSError: Rank 0 could not read the file. Raised on all ranks.
         """
         self._lookups.clear()
         saved: Array = np.empty(0)
@@ -273,7 +275,7 @@ class EmbeddingTable:
                 self._own(array, begin, end)[:] = new[self._first(begin) :: self._size]
 
     def _gathered(self) -> Iterator[tuple[Array, Array]]:
-        """Iterate over parts of all rows, values and accumulators, in order."""
+        """Iterate over the whole table in order. Yields the values and accumulators of one part at a time."""
         if not self.sharded:
             yield self.values, self.accumulators
             return
@@ -295,23 +297,23 @@ class EmbeddingTable:
             yield begin, min(begin + _CHUNK, self.rows)
 
     def _first(self, begin: int) -> int:
-        """Return the place of this rank's first row in a part that starts with row ``begin``."""
+        """Return the offset of this rank's first row in a part that starts at row ``begin``."""
         return (self._rank - begin) % self._size
 
     def _own(self, array: Array, begin: int, end: int) -> Array:
-        """Return this rank's rows of a part of the table."""
+        """Return this rank's rows in a part of the table."""
         local = (begin + self._first(begin)) // self._size
         return array[local : local + len(range(begin + self._first(begin), end, self._size))]
 
 
 class _Lookup:
-    """The rows of a lookup, and for a sharded table how they were exchanged.
+    """The rows of a lookup, and how they were exchanged if the table is sharded.
 
     Attributes:
-        keys: Numbers of the rows, ascending, each once.
-        order: Order of the keys by the ranks that have them.
+        keys: Row numbers, ascending and unique.
+        order: Permutation that sorts the keys by the rank that holds the row.
         sent, received: How many rows were requested from each rank, and by each rank.
-        asked: This rank's rows that were requested, as indices of its part.
+        asked: The requested rows that this rank holds, as indices into its part of the table.
     """
 
     order: Array
@@ -324,10 +326,10 @@ class _Lookup:
 
 
 def _unique(ids: Array) -> tuple[Array, Array]:
-    """Return ascending ids, each once, and the place of each id among them, as np.unique does.
+    """Return the unique ids in ascending order, and each id's index among them, as np.unique does.
 
-    One sort of integers that hold id and place is faster than sorting places by ids and looking them up. The
-    ids belong to a table in memory, so together with the bits of a place they fit into 63 bits.
+    Packing id and position into one integer and sorting these integers is faster than an argsort followed by
+    an indirect lookup. The ids are row numbers of a table in memory, so id and position fit into 63 bits.
     """
     bits = len(ids).bit_length()
     pairs = ids << bits
@@ -343,8 +345,8 @@ def _unique(ids: Array) -> tuple[Array, Array]:
 
 
 def _write(path: Path, rows: int, columns: int, parts: Iterator[tuple[Array, Array]]) -> None:
-    """Write a table's parts as one array."""
-    # Not memory-mapped: a full disk would cause SIGBUS instead of an error.
+    """Write a table's parts to a file, as one array."""
+    # Not memory-mapped, because a full disk would then cause SIGBUS instead of an OSError.
     header = {"descr": "<f4", "fortran_order": False, "shape": (2, rows, columns)}
     with open(path, "wb") as file:
         np.lib.format.write_array_header_1_0(file, header)

@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("ringdance")
 
-# Seconds for the other ranks to see the message and raise their own error, before this process exits
-# and the MPI launcher kills them.
+# How long the other ranks get to see the message and raise their own error, in seconds. When this process
+# exits, the MPI launcher kills them.
 _GRACE = 0.5
 
-# JAX prefixes an error with "Error dispatching computation: " once per program on the way to it.
+# JAX adds the prefix "Error dispatching computation: " once for each program through which an error passes.
 _REPEATED = re.compile(r"(\S[^:\n]*: )\1+")
 
 
@@ -49,11 +49,12 @@ class Process:
     tuner: Autotuner | None = None
     failed: bool = False  # the program ends with an uncaught exception or a nonzero exit code
     unseen: tuple[Engine | None, Exception] | None = None  # see ``session.note_unseen``
-    # Returns True if this rank has trained on its own. None if unknown, if reported, or if it has reduced.
+    # Returns True if this rank has trained on its own. None if that is unknown or was already reported, or if
+    # the rank has reduced something.
     has_trained: Callable[[], bool] | None = None
 
     def watch(self) -> None:
-        """From now on, act when the program ends, fails or forks."""
+        """Install the hooks that run when the program ends, fails or forks."""
         dump.enable()
         exit_code.watch(self._on_code)
         atexit.register(self._at_exit)
@@ -80,7 +81,7 @@ class Process:
             self._note_failure()
 
     def _note_failure(self) -> None:
-        """Report once that this rank fails, because of an error that nothing has read or its exit code."""
+        """Report once that this rank fails, because of an error that nobody has seen or its exit code."""
         if self.unseen is not None and self.pid == os.getpid() and not self.failed:
             self.engine, error = self.unseen
             error.add_note("ringdance: this happened in a compiled program, and no result was read since.")
@@ -107,7 +108,7 @@ class Process:
             finalize(self.clean and not self.failed)
 
     def _end_well(self, found: Engine) -> None:
-        """Leave the job together with all ranks. If a rank was still waiting, the job fails because of it."""
+        """Leave the job together with all ranks. If another rank is still waiting, the job fails."""
         done = f" after {found.recorder.steps_text()}"
         self.clean &= found.shutdown(f"has ended its program{done}", departing=True)
         _warn_of_incomplete(found)
@@ -146,7 +147,7 @@ class Process:
 
 
 def _fail(found: Engine, kind: str, message: str, ended: str, trace: str = "") -> None:
-    """Report to the launcher that this rank fails, and stop the job for the other ranks if there are any."""
+    """Report this rank's failure to the launcher, and stop the job on the other ranks, if any."""
     if found.size == 1:
         return
     _cause(found, kind, message, trace)
@@ -157,7 +158,7 @@ def _fail(found: Engine, kind: str, message: str, ended: str, trace: str = "") -
 
 
 def _cause(found: Engine, kind: str, message: str, trace: str = "") -> None:
-    """Report the reason to our launcher. Without it, log what Python has not printed already."""
+    """Report the reason to our launcher. If there is none, log what Python has not already printed."""
     who = found.identity
     if "RINGDANCE_JOB" not in os.environ:
         if kind in ("exit", "code"):
@@ -171,7 +172,7 @@ def _cause(found: Engine, kind: str, message: str, trace: str = "") -> None:
 
 
 def _warn_of_incomplete(found: Engine) -> None:
-    """Warn about asynchronous operations that nothing waited for. They are lost now."""
+    """Warn about asynchronous operations that were never waited for. Their results are lost."""
     names = found.end.incomplete
     if names and not found.end.unclean:  # otherwise the rank that waits gets an error
         shown = ", ".join(f"'{name}'" for name in names[:6])

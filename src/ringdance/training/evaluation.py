@@ -18,21 +18,21 @@ __all__ = ["BinaryScores", "TopK"]
 
 Array = np.ndarray[Any, Any]
 
-_SAMPLES = 256  # Scores per rank from which the ranges of the ranks are chosen.
-_LEAST = 1e-15  # Lower limit of a probability before its logarithm is taken.
+_SAMPLES = 256  # Number of scores sampled per rank to choose the ranks' ranges.
+_LEAST = 1e-15  # Probabilities are clipped to this minimum before taking the logarithm.
 
 
 class TopK:
-    """Counts how often the right class is among the k best, exactly: as integers, summed over the ranks.
+    """Counts how often the correct class is among the top k. Exact: integers are summed over the ranks.
 
-    A class whose score equals the right one's counts as better. If the right class's score is NaN, every
-    class counts as better.
+    A class with the same score as the correct class is ranked above it. If the correct class's score is NaN,
+    all other classes are ranked above it.
 
     Args:
         ks: Values of k, such as (1, 5).
 
     Attributes:
-        count: Samples of this rank so far.
+        count: Number of samples added on this rank so far.
     """
 
     def __init__(self, ks: Sequence[int] = (1, 5)) -> None:
@@ -43,14 +43,14 @@ class TopK:
         self._right = [0] * len(self.ks)
 
     def add(self, scores: Any, labels: Any) -> None:
-        """Count samples of this rank.
+        """Add samples on this rank.
 
         Args:
             scores: Array, or tensor in host memory, of shape (n, classes).
             labels: Integers of shape (n,). Samples with a negative label are excluded from all counts.
 
         Raises:
-            ArgumentError: The shapes do not fit, or a label is not an integer or not the number of a class.
+            ArgumentError: The shapes do not match, or a label is not an integer or not a valid class number.
         """
         scores, labels = np.asarray(scores), np.asarray(labels)
         if scores.ndim != 2 or labels.shape != scores.shape[:1] or labels.dtype.kind not in "iu":
@@ -62,7 +62,7 @@ class TopK:
         if labels.size and labels.max() >= scores.shape[1]:
             raise ArgumentError(f"TopK.add: label {labels.max()}, but scores have {scores.shape[1]} classes.")
         right = scores[np.arange(len(labels)), labels]
-        better = np.count_nonzero(~(scores < right[:, None]), axis=1) - 1  # The right class counts itself.
+        better = np.count_nonzero(~(scores < right[:, None]), axis=1) - 1  # Not counting itself.
         self.count += len(labels)
         for place, k in enumerate(self.ks):
             self._right[place] += int(np.count_nonzero(better < k))
@@ -83,7 +83,7 @@ class BinaryScores:
     the ranks by value, so no rank holds the scores of all ranks.
 
     Attributes:
-        count: Samples of this rank so far.
+        count: Number of samples added on this rank so far.
     """
 
     def __init__(self) -> None:
@@ -92,10 +92,10 @@ class BinaryScores:
         self._labels: list[Array] = []
 
     def add(self, probabilities: Any, labels: Any) -> None:
-        """Count samples of this rank.
+        """Add samples on this rank.
 
         Args:
-            probabilities: Probabilities of label 1, shape (n,): an array, or a tensor in host memory.
+            probabilities: Predicted probabilities of label 1: an array or host tensor of shape (n,).
             labels: Labels 0 or 1, shape (n,).
         """
         scores, targets = np.array(probabilities, np.float64), np.asarray(labels)
@@ -113,9 +113,9 @@ class BinaryScores:
         """Return the metrics over all ranks. A collective call.
 
         Returns:
-            "count", "positives", "auc", "auc_error" (its standard error), "logloss" (natural logarithm, mean
-            over the samples), and "calibration" (mean probability divided by mean label). A metric that the
-            samples do not define is NaN.
+            "count", "positives", "auc", "auc_error" (the standard error of "auc"), "logloss" (natural
+            logarithm, mean over the samples), and "calibration" (mean probability divided by mean label). A
+            metric that is undefined for these samples is NaN.
 
         Raises:
             ArgumentError: A probability is not a number between 0 and 1. Raised on all ranks.
@@ -143,7 +143,7 @@ class BinaryScores:
 
 
 def _divided(values: Array, counts: Array) -> Array:
-    """Exchange counted scores so that each rank has one range of scores, in the order of the ranks.
+    """Exchange scores and their counts so that each rank holds one range of scores, ascending by rank.
 
     Returns:
         The counts by ascending score, shape (n, 2).
@@ -155,7 +155,7 @@ def _divided(values: Array, counts: Array) -> Array:
     samples = np.sort(Call(Collective.ALLGATHER, "binary_scores.samples").submit(engine, (chosen,)).wait()[0])
     bounds = samples[[len(samples) * rank // engine.size for rank in range(1, engine.size)]]
     ends = np.concatenate([[0], np.searchsorted(values, bounds), [len(values)]])
-    rows = np.column_stack([values, counts])  # Counts are integers below 2**53.
+    rows = np.column_stack([values, counts])  # Counts stay below 2**53, so float64 is exact.
     call = Call(Collective.ALLTOALL, "binary_scores.rows")
     received = call.submit(engine, (rows,), splits=[np.diff(ends)]).wait()[0]
     values, places = np.unique(received[:, 0], return_inverse=True)
@@ -165,7 +165,7 @@ def _divided(values: Array, counts: Array) -> Array:
 
 
 def _pairs_won_twice(counts: Array) -> int:
-    """Return twice the number of pairs where the positive score is higher. Ties count half. Collective."""
+    """Return twice the number of pairs in which the positive score is higher. Ties count half. Collective."""
     own = [won_twice(counts), *counts.sum(0).tolist()]
     won = lower = 0
     for pairs, positives, negatives in allgather_json(own, "binary_scores.pairs"):

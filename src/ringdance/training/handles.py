@@ -1,4 +1,4 @@
-"""Numbers for operations in flight, as returned by Horovod's asynchronous functions."""
+"""Integer handles for operations in flight, like those returned by Horovod's asynchronous functions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ringdance.training import session
 
 Finish = Callable[[Work], Any]
 
-# Shared by all loopback ranks of a process. Numbers are unique, and handles are local to a rank.
+# Shared by all loopback ranks in a process. Numbers are unique. Each handle belongs to one rank.
 _pending: dict[int, tuple[Work, Finish]] = {}
 _numbers = itertools.count()
 
@@ -25,7 +25,7 @@ def hold(work: Work, finish: Finish) -> int:
 
 
 def known(handle: Any) -> bool:
-    """Return True if this is a handle that has not been synchronized."""
+    """Return True if this is a valid handle that has not been synchronized yet."""
     return isinstance(handle, int) and handle in _pending
 
 
@@ -45,7 +45,7 @@ def poll(handle: int) -> bool:
     """
     _check(handle)
     done = _pending[handle][0].done()
-    if not done:  # The caller may be waiting by polling, which the summary cannot see.
+    if not done:  # The caller may be polling in a loop, which the summary cannot see as waiting.
         session.engine().summary.polled = True
     return done
 

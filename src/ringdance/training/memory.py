@@ -10,7 +10,7 @@ import numpy as np
 
 
 def array_at(address: int, shape: tuple[int, ...], dtype: np.dtype[Any], owner: Any = None) -> Any:
-    """Return a writable array over memory. The array keeps ``owner`` of the memory alive."""
+    """Return a writable array over existing memory. The array keeps the memory's ``owner`` alive."""
     nbytes = math.prod(shape) * dtype.itemsize
     if not nbytes:
         return np.empty(shape, dtype)

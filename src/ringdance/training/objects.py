@@ -1,4 +1,4 @@
-"""Exchange Python objects with cloudpickle. Unpickling runs code of the sender, so the sender is trusted.
+"""Exchange Python objects with cloudpickle. Unpickling can run any code, so ranks must trust each other.
 
 Ringdance's own data are exchanged as JSON instead.
 """
@@ -23,7 +23,7 @@ __all__ = ["allgather_object", "broadcast_object"]
 
 
 def _pack(obj: Any, dumps: Callable[[Any], bytes] = cloudpickle.dumps) -> np.ndarray[Any, Any]:
-    # A bytearray, because the memory of bytes is read-only and MPI bindings refuse even to send from it.
+    # A bytearray, because bytes are read-only, and MPI bindings refuse read-only buffers even for sending.
     return np.frombuffer(bytearray(dumps(obj)), np.uint8)
 
 
@@ -37,10 +37,10 @@ def broadcast_object(
     """Return the root's object on every member. The root gets its own object back, not a copy.
 
     Args:
-        obj: Object that cloudpickle accepts. Ignored on ranks other than the root.
+        obj: Any object that cloudpickle can pickle. Ignored on ranks other than the root.
         root_rank: Global rank of the root.
-        name: Key that matches the calls. The operations are ``<name>.sz`` and ``<name>.t``.
-        process_set: Ranks that make the call.
+        name: Key that matches the ranks' calls. The operations are named ``<name>.sz`` and ``<name>.t``.
+        process_set: The participating ranks.
     """
     engine = session.engine()
     number = set_id(process_set)
@@ -48,7 +48,7 @@ def broadcast_object(
     if engine.size == 1:
         return obj
     is_root = engine.rank == root_rank
-    # If the object cannot be pickled, the root raises the error, but only after the others know.
+    # If the object cannot be pickled, the root first tells the other ranks, then raises the error.
     data, error = np.empty(0, np.uint8), None
     if is_root:
         try:
@@ -73,13 +73,13 @@ def allgather_object(
 ) -> list[Any]:
     """Return the objects of all members in rank order. Types and sizes may differ between ranks.
 
-    They are pickled. Unpickling runs code of the sender, as with ``broadcast_object``.
+    The objects are pickled. As in ``broadcast_object``, unpickling can run any code.
     """
     return _allgather(obj, name or "allgather_object", process_set, cloudpickle.dumps, cloudpickle.loads)
 
 
 def allgather_json(value: Any, name: str, process_set: ProcessSet = global_process_set) -> list[Any]:
-    """Return the values of all members in rank order. Values have JSON types; tuples become lists."""
+    """Return all members' values in rank order. Values must have JSON types. Tuples become lists."""
 
     def dumps(value: Any) -> bytes:
         return json.dumps(value, default=operator.index).encode()  # Also accepts NumPy integers.

@@ -15,15 +15,15 @@ __all__ = ["ProcessSet", "add_process_set", "global_process_set", "remove_proces
 
 
 class ProcessSet:
-    """Some of the ranks.
+    """A subset of the ranks.
 
     Args:
         ranks_or_comm: Global ranks in any order, or an mpi4py communicator whose members form the set.
 
     Attributes:
-        process_set_id: Small integer once registered, otherwise ``None``.
+        process_set_id: Small integer, or ``None`` if the set is not registered.
         ranks: Sorted global ranks, or ``None`` while unknown.
-        mpi_comm: Communicator that the set was made from, or ``None``.
+        mpi_comm: Communicator from which the set was made, or ``None``.
 
     Raises:
         ArgumentError: A rank is not an integer, negative, or repeated.
@@ -47,11 +47,11 @@ class ProcessSet:
             raise ArgumentError(f"ProcessSet({self.ranks}): use each rank once, and no negative ones.")
 
     def size(self) -> int | None:
-        """Return the number of members, or ``None`` if not registered."""
+        """Return the number of members, or ``None`` if the set is not registered."""
         return None if self.process_set_id is None else len(session.engine().members(self.process_set_id))
 
     def rank(self) -> int | None:
-        """Return this process's rank in the set, or ``None`` if not registered.
+        """Return this process's rank in the set, or ``None`` if the set is not registered.
 
         Raises:
             ArgumentError: This process is not a member.
@@ -73,7 +73,7 @@ class ProcessSet:
         return self  # A handle of a set in the job, like a communicator.
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"ranks": self.ranks, "mpi_comm": None}  # The id is valid in this job only.
+        return {"ranks": self.ranks, "mpi_comm": None}  # The id is only valid in this job.
 
     def __str__(self) -> str:
         return (
@@ -84,7 +84,7 @@ class ProcessSet:
 
 
 class _GlobalProcessSet(ProcessSet):
-    """All ranks, with id 0. One object for all bindings, because scripts test for its identity."""
+    """The set of all ranks, with id 0. All bindings share one object, because scripts use ``is``."""
 
     process_set_id = 0
 
@@ -120,7 +120,7 @@ def set_id(process_set: ProcessSet) -> int:
 
 
 def bound_id(process_set: ProcessSet) -> int:
-    """Give the object the id of the registered set with its ranks, and return it. Errors as in ``set_id``."""
+    """Look up the registered set with the same ranks, and store and return its id. Raises like ``set_id``."""
     if isinstance(process_set, ProcessSet):
         with contextlib.suppress(KeyError):
             bind([process_set])
@@ -128,25 +128,25 @@ def bound_id(process_set: ProcessSet) -> int:
 
 
 def takes_part(process_set: ProcessSet) -> bool:
-    """Return True if this rank exchanges data with other ranks in a set."""
+    """Return True if this rank exchanges data with other ranks of the set."""
     engine = session.engine()
     members = engine.members(set_id(process_set))
     return len(members) > 1 and engine.rank in members
 
 
 def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
-    """Register a set. All ranks of the job call this, members or not, with the same ranks. Blocks.
+    """Register a set. All ranks in the job, members or not, call this with the same set. Blocks.
 
     Raises:
-        ArgumentError: A rank is out of range or repeated, or a set with these ranks exists. Ranks that
-            made the call correctly get a MismatchError.
+        ArgumentError: A rank is out of range or repeated, or a set with these ranks already exists. If only
+            some ranks pass such a set, the others get a MismatchError.
         NotImplementedError: The set was made from a communicator. Pass such sets to ``init``.
-        MismatchError: The ranks passed different members. Raised on all ranks.
+        MismatchError: The ranks passed different sets. Raised on all ranks.
     """
     if hasattr(process_set, "Get_group") or getattr(process_set, "mpi_comm", None) is not None:
         raise NotImplementedError("A set made from a communicator must be passed to init(process_sets=...).")
     engine = session.engine()
-    # The engine checks the ranks, and makes a wrong call fail on the other ranks.
+    # The engine validates the ranks, and makes the other ranks' calls fail if this call is wrong.
     number = engine.add_process_set(
         (process_set.ranks or ()) if isinstance(process_set, ProcessSet) else process_set
     )
@@ -157,7 +157,7 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Remove a set. All ranks of the job call this. Blocks. Pending work on the set fails.
+    """Remove a set. All ranks in the job call this. Blocks. The set's pending operations fail.
 
     Returns:
         ``False`` for the global set and for an object that is not registered, otherwise ``True``.
@@ -175,16 +175,16 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 
 def ranks_of(process_set: ProcessSet) -> tuple[int, ...]:
-    """Return the ranks of a set in this job's numbering. Fills in the ranks of a communicator."""
+    """Return a set's ranks as numbered in this job. For a communicator, this determines the ranks."""
     if process_set.mpi_comm is not None:
         process_set.ranks = list(session.engine().transport.ranks_of(process_set.mpi_comm))
     return tuple(process_set.ranks or ())
 
 
 def bind(process_sets: list[ProcessSet]) -> None:
-    """Give the objects the ids of the registered sets with their ranks. Local.
+    """Look up the registered sets with the same ranks, and store their ids in the objects. Local.
 
-    A group of torch.distributed is not such a set, because only its members know it.
+    Groups of torch.distributed are not considered, because only their members know them.
 
     Raises:
         KeyError: No set with these ranks is registered.
@@ -194,5 +194,5 @@ def bind(process_sets: list[ProcessSet]) -> None:
     for process_set in process_sets:
         ranks = ranks_of(process_set)
         process_set.process_set_id = known.get(ranks)
-        if process_set.process_set_id is None:  # Not registered, or in a job that has ended.
+        if process_set.process_set_id is None:  # Not registered, or registered in a job that has ended.
             raise KeyError(f"No process set has the ranks {list(ranks)}. Use add_process_set().")

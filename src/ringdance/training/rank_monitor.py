@@ -1,4 +1,4 @@
-"""What this rank exposes: its ring, and the client of its host's monitor if this rank started that."""
+"""This rank's ring buffer for the monitor, and the client if this rank started its host's monitor."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DYNAMIC = "DYNAMIC"
 
 
 class RankMonitor:
-    """The ring and the client. Serves one engine after another."""
+    """Holds the ring and the client. Outlives the engine and is reused for the next one."""
 
     def __init__(self) -> None:
         self._ring: Ring | None = None
@@ -28,7 +28,7 @@ class RankMonitor:
         self._killed = ""  # how the monitor that wrote the timeline was killed
 
     def prepare(self) -> Ring:
-        """Make the ring before the ranks meet, so that a monitor that starts then finds all ranks' rings."""
+        """Create the ring before the ranks connect, so that a monitor started then finds all ranks' rings."""
         self._ring = self._ring or Ring(shared_memory())
         return self._ring
 
@@ -36,12 +36,12 @@ class RankMonitor:
         """Return the ring for the next engine."""
         ring = self.prepare()
         ring.words[Word.CLOSED] = 0
-        if settings.timeline not in ("", DYNAMIC):  # from the first operation, monitor or not
+        if settings.timeline not in ("", DYNAMIC):  # From the first operation, even without a monitor.
             ring.words[Word.DETAIL] = 0 if any(settings.timeline_steps[:1]) else _detail(settings)
         return ring
 
     def start(self, engine: Engine) -> None:
-        """Start the monitor of this host if a setting needs it."""
+        """Start this host's monitor if a setting requires it."""
         settings = engine.settings
         first_engine, self._started = not self._started, True
         if settings.timeline_steps:
@@ -99,7 +99,7 @@ class RankMonitor:
                 "(or HOROVOD_TIMELINE)."
             )
         self._ask(engine, lambda client: client.start(path, 2 if mark_cycles else 1))
-        engine.recorder.read_detail()  # include the next submission, even before a round
+        engine.recorder.read_detail()  # Also record the next submission, even if it precedes the next round.
 
     def stop_timeline(self, engine: Engine) -> None:
         """Complete the timeline. Does nothing on ranks other than 0."""

@@ -18,16 +18,16 @@ class Schedule:
     """The learning rate as a function of the (fractional) epoch: ``schedule(epoch)``.
 
     Attributes:
-        peak: Rate after the warm-up. For large batches it grows with the global batch, as in Goyal et
-            al. 2017, arXiv 1706.02677: rate for one process times number of processes.
+        peak: Rate after the warm-up. For large batches, scale it with the global batch size (Goyal et al.
+            2017, arXiv 1706.02677): the rate for one process times the number of processes.
         epochs: Length of the training run, including the warm-up. Afterwards the rate stays constant.
-        kind: "cosine": falls to 0. "step": multiplied by ``factor`` at each of ``milestones``.
-            "polynomial": falls to 0 with exponent ``power``. "constant".
-        warmup_epochs: Epochs in which the rate rises linearly from ``start`` to ``peak``.
+        kind: Shape after the warm-up. "cosine" falls to 0. "step" multiplies the rate by ``factor`` at each
+            of ``milestones``. "polynomial" falls to 0 with exponent ``power``. "constant" stays at ``peak``.
+        warmup_epochs: Number of epochs in which the rate rises linearly from ``start`` to ``peak``.
         start: Rate at the first step of the warm-up.
         milestones: Epochs, counted from the start of the training run, for "step".
-        factor: Factor of each step.
-        power: Exponent of the polynomial.
+        factor: Factor by which the rate is multiplied at each milestone, for "step".
+        power: Exponent, for "polynomial".
 
     Raises:
         ArgumentError: The kind is unknown, or the warm-up is longer than the training run.

@@ -127,8 +127,8 @@ def pause_stall_check(what: str, timeout: float = 3600.0) -> contextlib.Abstract
     shutdown time.
 
     Args:
-        what: A word or two that describe the work. After ``timeout``, warnings name it.
-        timeout: Seconds that the work may take.
+        what: A word or two that describe the work. Warnings after ``timeout`` include it.
+        timeout: Maximum duration of the work in seconds.
 
     Raises:
         ArgumentError: ``timeout`` is not positive.
@@ -145,13 +145,13 @@ def init(comm: Any = None, transport: tuple[int, Callable[..., Transport]] | Non
         comm: None for all processes that the launcher started, a list of their ranks, or an
             mpi4py communicator. ``[0]`` without a launcher means one process, even if a scheduler has
             allocated more hosts.
-        transport: Number of ranks and the function that makes the transport, if MPI does not know the
+        transport: Number of ranks and a function that creates the transport. Needed if MPI does not know the
             ranks. Kept for later calls.
 
     Raises:
-        LaunchError: The launcher and the MPI library do not belong together, MPI is missing, or a scheduler
+        LaunchError: The launcher and the MPI library do not match, MPI is missing, or a scheduler
             has allocated several hosts to the job and this process is the only one.
-        ArgumentError: ``comm`` is of another type, or this process is not in it.
+        ArgumentError: ``comm`` has the wrong type, or does not include this process.
         NotInitializedError: A rank has started this process and ``transport`` is set, which does not
             support that. Without ``transport`` the process joins no job: as in a forked process, ``rank()``
             and ``size()`` work and collectives raise this error.

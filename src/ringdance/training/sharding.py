@@ -1,14 +1,14 @@
 """Divide the samples of an epoch among the ranks: each sample exactly once over all ranks.
 
 The samples are numbered 0 to ``length - 1``. With ``shuffle``, their order is drawn from ``seed`` and the
-epoch, and is equal on all ranks. Each rank takes every ``size``-th sample of that order ("strided") or a
-block ("contiguous"). If the samples cannot be divided evenly, ``ends`` decides about the last ones:
+epoch, and is the same on all ranks. Each rank takes every ``size``-th sample in that order ("strided") or a
+block ("contiguous"). If the samples cannot be divided evenly, ``ends`` decides what happens to the last ones:
 
-- "pad": the order is extended from its own start until all ranks have the same number. At most ``size - 1``
-  samples are seen twice (more often only if there are fewer samples than ranks).
-- "drop": the last ``length % size`` samples of the order are skipped. With ``shuffle``, they are different
-  ones in each epoch.
-- "join": no sample is repeated or skipped. Some ranks have one sample more, and the others call ``join()``.
+- "pad": samples from the start of the order are repeated until all ranks have the same number. At most
+  ``size - 1`` samples are seen twice (or more often, if there are fewer samples than ranks).
+- "drop": the last ``length % size`` samples in the order are skipped. If ``shuffle`` is set, different
+  samples are skipped in each epoch.
+- "join": no sample is repeated or skipped. Some ranks have one more sample, and the others call ``join()``.
 
 There is no default: the right choice depends on the purpose, training or evaluation.
 """
@@ -36,23 +36,23 @@ LAYOUTS = ("strided", "contiguous")
 class Shard:
     """This rank's samples of each epoch, as indices. Iteration yields the indices of ``epoch`` as integers.
 
-    A collective call unless ``rank`` and ``size`` are passed: all ranks of the process set make it, and it
-    compares their arguments.
+    Unless ``rank`` and ``size`` are passed, this is a collective call: all ranks in the process set must make
+    it, and their arguments are compared.
 
     Args:
-        length: Samples in the data set, equal on all ranks.
+        length: Number of samples in the data set, the same on all ranks.
         ends: "pad", "drop" or "join": what happens if the samples cannot be divided evenly.
         shuffle: If True, each epoch has a different order.
-        seed: Seed of the order, 0 to 2**32 - 1, equal on all ranks.
-        layout: "strided" (rank r has the positions r, r + size, ... of the order) or "contiguous" (blocks).
+        seed: Seed for shuffling, 0 to 2**32 - 1, the same on all ranks.
+        layout: "strided" (rank r gets positions r, r + size, ... of the order) or "contiguous" (blocks).
         process_set: Ranks among which the samples are divided.
-        rank, size: Replace the rank and size in the process set. Nothing is compared then.
+        rank, size: Override the rank in the set and the set's size. If passed, arguments are not compared.
 
     Attributes:
         epoch: Epoch set by ``set_epoch``, initially 0.
 
     Raises:
-        ArgumentError: An argument is wrong, or "drop" would leave nothing.
+        ArgumentError: An argument is wrong, or "drop" would leave no samples.
         MismatchError: The ranks passed different arguments. Raised on all ranks.
     """
 
@@ -76,7 +76,7 @@ class Shard:
             raise ArgumentError(too_few(self.length, self.size))
 
     def set_epoch(self, epoch: int) -> None:
-        """Draw the order of an epoch. Call it before each epoch, with the same number on all ranks."""
+        """Select the epoch, which determines the order. Call this before each epoch, equally on all ranks."""
         self.epoch = _whole("epoch", epoch, SEEDS)
 
     def indices(self, epoch: int | None = None) -> Indices:
@@ -90,7 +90,7 @@ class Shard:
         return permutation(self.length, self.seed, number)[positions]
 
     def positions(self) -> Indices:
-        """Return this rank's positions in the order of an epoch. Positions from ``length`` up are padding."""
+        """Return this rank's positions in an epoch's order. Positions of ``length`` or more are padding."""
         start, stop, step = self.span()
         return np.arange(start, stop, step, dtype=np.int64)
 
@@ -139,15 +139,15 @@ def shard(
     It is a PyTorch sampler: ``DataLoader(data, batch_size=32, sampler=hvd.shard(data, ends="pad"))``.
 
     Args:
-        data: Number of samples, or an object with numbered samples: an array, a list, a PyTorch data set.
+        data: Number of samples, or an indexable object such as an array, a list or a PyTorch data set.
         ends: "pad", "drop" or "join".
         shuffle: If True, each epoch has a different order.
-        seed: Seed of the order.
+        seed: Seed for shuffling.
         layout: "strided" or "contiguous".
         process_set: Ranks among which the samples are divided.
 
     Raises:
-        ArgumentError: ``data`` does not have numbered samples, or another argument is wrong.
+        ArgumentError: ``data`` is not indexable, or another argument is wrong.
     """
     if not isinstance(data, int | np.integer):
         numbered = hasattr(data, "__getitem__") and hasattr(data, "__len__")
@@ -159,14 +159,14 @@ def shard(
 
 
 def total_of(length: int, size: int, ends: str) -> int:
-    """Return the number of positions over all ranks."""
+    """Return the total number of positions on all ranks."""
     if ends == "join" or not length:
         return length
     return length // size * size if ends == "drop" else -(-length // size) * size
 
 
 def too_few(length: int, size: int) -> str:
-    """Return the message for "drop" if it leaves nothing."""
+    """Return the error message for "drop" if it would leave no samples."""
     return (
         f"ends='drop' would leave nothing: {length} samples for {size} ranks. Use 'pad' or 'join', or "
         "fewer ranks."
@@ -181,10 +181,10 @@ def check_plan(
 
     Args:
         ends: "pad", "drop" or "join".
-        same: Values that must be equal on all ranks, by argument name. Compared unless ``rank`` is passed.
+        same: Argument names and values that must match on all ranks. Compared unless ``rank`` is passed.
         process_set: Ranks among which the data are divided.
-        rank: Replaces the rank in the process set.
-        size: Replaces the size of the process set.
+        rank: Overrides this process's rank in the process set.
+        size: Overrides the size of the process set.
 
     Raises:
         ArgumentError: ``ends`` is unknown, "join" is used on a process set, or rank or size is wrong.

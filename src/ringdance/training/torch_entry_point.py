@@ -1,7 +1,7 @@
 """Register the backend "ringdance" with torch.distributed, without importing its dependencies.
 
-torch calls ``register`` when it is imported, because the entry point is in the group ``torch.backends``
-(torch 2.5 or later). With earlier versions, ``import ringdance.torch`` calls it.
+torch 2.5 and later call ``register`` on import, because it is an entry point in the group ``torch.backends``.
+For earlier versions, ``import ringdance.torch`` calls it.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from ringdance.training.sharding import Shard, check_plan, total_of
 
 Dataset: Any = tf.data.Dataset
 index_shuffle = tf.random.experimental.index_shuffle
-_BLOCK = 4096  # Row numbers that are shuffled at once.
+_BLOCK = 4096  # Number of row numbers that are shuffled at a time.
 
 
 @plain
@@ -35,7 +35,7 @@ def shard(
         process_set: The ranks among which samples are divided. All of them make this call.
 
     Raises:
-        ArgumentError: An argument is wrong, or "drop" would leave nothing.
+        ArgumentError: An argument is wrong, or "drop" would leave no samples.
         MismatchError: The ranks passed different arguments. Raised on all ranks.
     """
     if not isinstance(data, tf.data.Dataset):

@@ -1,4 +1,4 @@
-"""From a call of torch.distributed to the engine, or to NCCL."""
+"""Translate torch.distributed calls for the engine, or forward them to NCCL."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _prefixed: Any = vars(dist)["PrefixStore"]
 
 
 def by_nccl(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Leave a call on GPU tensors to NCCL."""
+    """Forward calls on GPU tensors to NCCL."""
 
     @functools.wraps(method)
     def call(self: EngineGroup, *args: Any, **kwargs: Any) -> Any:
@@ -40,7 +40,7 @@ def by_nccl(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def collective(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Leave a call on GPU tensors to NCCL. A wrong argument on this rank fails the call on the peers too."""
+    """Forward calls on GPU tensors to NCCL. A wrong argument makes the peers' calls fail, too."""
 
     @functools.wraps(method)
     def call(self: EngineGroup, *args: Any, **kwargs: Any) -> Any:
@@ -57,7 +57,7 @@ def collective(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Yield the tensors among arguments and in lists of them."""
+    """Yield the tensors in a call's arguments, including those in lists."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
@@ -133,11 +133,11 @@ class EngineGroup(Group):
             tensors: Tensors that are the result of the ``Work``.
             opts: torch's options.
             finish: Called once with the results.
-            operation: Operation, if the call is a reduction.
-            root: Root: a global rank for a broadcast, a rank in the group for a reduction.
+            operation: The reduction's operation. Only for reductions.
+            root: The root's global rank for a broadcast, or its rank in the group for a reduction.
             splits: Splits of an alltoall.
-            expected: For an alltoall, the sizes that must come from each rank.
-            pattern: Text that must be equal on all ranks.
+            expected: For an alltoall, the size that must arrive from each rank.
+            pattern: Text that must be the same on all ranks.
         """
         engine, waits_later = session.engine(), getattr(opts, "asyncOp", True)
         call = prepared(kind, None, operation, 1.0, 1.0, self._set_id, root, len(arrays) > 1, pattern=pattern)

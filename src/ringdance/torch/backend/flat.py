@@ -39,11 +39,11 @@ def shaped(tensors: Tensors, moved: bool = False) -> tuple[list[Array], Finish]:
 
 
 def flat(tensors: Tensors, moved: bool = False) -> tuple[list[Array], Finish]:
-    """Return flat views of tensors, and a function that copies results to non-contiguous tensors.
+    """Return flat views of tensors, and a function that copies results back to non-contiguous tensors.
 
     Args:
         tensors: Tensors of any shape.
-        moved: True if they are not reduced. 1-byte elements that NumPy may not know are then sent as bytes.
+        moved: True if the call only moves data. 1-byte dtypes unknown to NumPy are then sent as bytes.
     """
     arrays, copies = [], []
     for tensor in tensors:
@@ -64,7 +64,7 @@ def flat(tensors: Tensors, moved: bool = False) -> tuple[list[Array], Finish]:
 
 
 def distribute(result: Array, outputs: Tensors) -> None:
-    """Split a flat result into outputs, if there are any."""
+    """Split a flat result and copy the parts into the outputs, if there are any."""
     targets, finish = flat(outputs, moved=True)
     if sum(target.size for target in targets) != result.size:
         raise ValueError("The ranks sent tensors of different sizes than the outputs.")

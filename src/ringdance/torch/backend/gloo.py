@@ -1,7 +1,7 @@
-"""Transport for ranks started by torchrun, unknown to MPI: gloo between hosts, the window within a host.
+"""Transport for ranks started by torchrun, which MPI does not know: gloo between hosts, a window within each.
 
-torch's store brings the ranks together and carries their notes. The memory of a window is a memfd that the
-ranks of a host open through /proc, so no file name is left behind.
+The ranks find each other and exchange metadata through torch's store. A window's memory is a memfd, which the
+ranks on a host open through /proc, so no file is left behind.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _OPERATIONS = {
 }  # fmt: skip
 _jobs = itertools.count()
 _LAST = timedelta(seconds=5)
-_NO_TAG = 1 << 30  # Not the tag of any message: see backend.py.
+_NO_TAG = 1 << 30  # Not used as the tag of any message. See backend.py.
 _YEAR = timedelta(days=365)  # Never reached: the engine's own checks find missing ranks.
 
 
@@ -103,7 +103,7 @@ class _Transfer:
 _transfers: weakref.WeakSet[_Transfer] = weakref.WeakSet()
 
 
-@atexit.register  # Registered before the job is joined, so it runs after the job was left.
+@atexit.register  # Registered before joining the job, so it runs after leaving it.
 def _give_up() -> None:
     """Leave no thread in gloo: a thread that woke up while Python exits would abort the process."""
     for transfer in list(_transfers):
@@ -111,7 +111,7 @@ def _give_up() -> None:
 
 
 def _host_of_this_process() -> str:
-    """Return text that is equal for processes that can share memory and see each other."""
+    """Return an identifier shared by processes that can share memory and see each other."""
     return host_and("pid")
 
 
@@ -121,17 +121,17 @@ def world(
     """Return the transport of all ranks.
 
     Args:
-        store: Store of torch.distributed, used for this only.
+        store: Store from torch.distributed, used only for this transport.
         rank: Rank of this process.
         size: Number of ranks.
-        window_bytes: Size of each rank's buffers in the window of a host, or 0 for no window.
+        window_bytes: Size of each rank's buffers in its host's window, or 0 for no window.
         vector_bytes: Size of the longest agreement vector.
         common: Values that must be equal on all ranks, by name.
 
     Raises:
         SettingError: A value in ``common`` differs. Raised on all ranks.
     """
-    store = dist.PrefixStore(f"job {next(_jobs)}", store)  # The count is equal on all ranks.
+    store = dist.PrefixStore(f"job {next(_jobs)}", store)  # The count is the same on all ranks.
     own = [socket.gethostname(), os.getpid(), _host_of_this_process(), common]
     everyone = _gather(store, "who", rank, size, own)
     check_common([(host, theirs) for host, _, _, theirs in everyone])
@@ -146,7 +146,7 @@ _own: dict[tuple[int, int], Any] = {}  # This process's connection, by rank and 
 def own_store(store: Any, rank: int, size: int) -> Any:
     """Return a store that lives as long as rank 0's process.
 
-    torchrun's own store does so too. Otherwise, torch.distributed's store ends with its process group.
+    torchrun's own store does that already. Otherwise, torch.distributed's store ends with its process group.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return store
@@ -178,12 +178,12 @@ class GlooTransport(Transport):
     """One communicator.
 
     Args:
-        store: Store of the members alone.
+        store: Store used only by the members.
         rank: This process's rank among the members.
         identities: Identities of the members.
-        hosts: Each member's host, as text that is equal for members that share memory.
+        hosts: Each member's host, as text that is the same for members that can share memory.
         window_bytes, vector_bytes: Sizes as in ``world``.
-        parent: The communicator that this is a part of.
+        parent: The communicator from which this one was split.
     """
 
     def __init__(
@@ -261,7 +261,7 @@ class GlooTransport(Transport):
         return _Started(work, source, target)
 
     def split(self, members: Sequence[int], window_bytes: int) -> Transport | None:
-        name = f"split {next(self._parts)}"  # The count is equal on all ranks.
+        name = f"split {next(self._parts)}"  # The count is the same on all ranks.
         return self._part(name, members, window_bytes) if self.rank in members else None
 
     def subset(self, members: Sequence[int], window_bytes: int) -> Transport:

@@ -66,17 +66,17 @@ class GroupWork(dist.Work):
     """An asynchronous call of a process group.
 
     The engine completes it: results are in the outputs as soon as its works are done, whether or not a thread
-    waits. Until then the engine keeps it alive.
+    waits. Until then, the engine keeps this object alive.
 
     Args:
         engine: The engine of this rank.
         set_id: The group's process set.
         works: The engine's works, or transfers.
-        targets: Where results go. A result that lies elsewhere is copied there.
+        targets: Memory for the results. A result in other memory is copied there.
         tensors: The call's outputs.
         finish: Called once with the results, in a step of the engine. May raise.
-        timeout: Seconds that ``wait`` waits. After that the call fails on all ranks, and all that follow it.
-        expected: Sizes of what must come from each rank (alltoall only).
+        timeout: Seconds that ``wait`` waits. After that, this call and all later ones fail on all ranks.
+        expected: Size that must arrive from each rank (alltoall only).
     """
 
     def __init__(
@@ -116,9 +116,9 @@ class GroupWork(dist.Work):
 
         Raises:
             CollectiveError: The call failed on this rank or on all ranks.
-            DistBackendError: It took longer than ``timeout``, and you can wait again. Or it took longer than
-                the timeout of the group, which has then failed on all ranks. For the default group, so has
-                the job.
+            DistBackendError: The call took longer than ``timeout``, in which case you can wait again. Or it
+                took longer than the group's timeout. The group has then failed on all ranks, and if it is the
+                default group, so has the job.
         """
         seconds = timeout.total_seconds()
         try:
@@ -137,8 +137,8 @@ class GroupWork(dist.Work):
     def _give_up(self, given: float) -> None:
         """Raise DistBackendError after ``given`` seconds, or fail after the timeout of the group.
 
-        The request stays in flight and uses the caller's memory, and a peer that is late would match it with
-        a later call. So nothing after it can be trusted.
+        The request stays in flight and uses the caller's memory, and a late peer would match it with a later
+        call. No later call can therefore be trusted.
         """
         who = f"rank {self._engine.rank} ({self._engine.identity.host})"
         text = (
@@ -160,7 +160,7 @@ class GroupWork(dist.Work):
             self._deliver()
 
     def _deliver(self, error: BaseException | None = None) -> None:
-        """Put results into the outputs, or keep the error. Has an effect once. Any thread may call it."""
+        """Copy results to the outputs, or store the error. Only the first call counts. Thread: any."""
         with self._lock:
             if self._complete:
                 return
@@ -235,7 +235,7 @@ class GroupWork(dist.Work):
     _source_rank = source_rank
 
     def get_future(self) -> Any:
-        """Return a future of the outputs. It has the error if the call failed."""
+        """Return a future for the outputs. If the call failed, the future has the error."""
         if self._future is None:
             self._future = _Future(self)
             # Callbacks may make calls, which match by order, so the order must not depend on when the engine
@@ -250,7 +250,7 @@ class GroupWork(dist.Work):
 
 
 class _Waiter:
-    """A thread that waits for works in their order, and completes their futures."""
+    """A thread that waits for works in order, and completes their futures."""
 
     def __init__(self) -> None:
         self._works: queue.SimpleQueue[GroupWork] = queue.SimpleQueue()

@@ -19,20 +19,20 @@ from ringdance.errors import RankLostError
 from ringdance.training import session
 
 dist: Any = torch.distributed  # Its stubs lack names that are used here.
-_FIRST_CALL = timedelta(minutes=5)  # Time for all ranks to connect.
+_FIRST_CALL = timedelta(minutes=5)  # How long ranks may take to connect.
 # TIMEOUT limits an exchange between GPUs that all ranks have enqueued. For other exchanges, and with gloo,
 # the engine finds missing ranks.
 TIMEOUT, NO_TIMEOUT = timedelta(minutes=10), timedelta(days=365)
 
 
 def supports_nccl() -> bool:
-    """Return True if this torch has NCCL with the calls that are used here."""
+    """Return True if this torch was built with NCCL and has the methods used here."""
     names = ("abort", "eager_connect_single_device", "shutdown")
     return bool(dist.is_nccl_available()) and all(hasattr(dist.ProcessGroupNCCL, name) for name in names)
 
 
 def nccl_built() -> int:
-    """Return the NCCL version that exchanges GPU tensors, such as 22304 for 2.23.4, or 0 without NCCL."""
+    """Return the version of NCCL used for GPU tensors, such as 22304 for 2.23.4, or 0 if there is none."""
     if not supports_nccl():
         return 0
     if session.is_initialized() and session.engine().settings.gpu_operations == "mpi":
@@ -49,9 +49,9 @@ def group_of(store: Any, rank: int, size: int, device: torch.device, timeout: ti
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     # By default, NCCL connects an algorithm's channels in the first call that uses it, and the host then
-    # waits for the peers. But a bucket is launched before it is known that they launch it too (Note [Direct
-    # buckets]).
-    # On errors, only abort the communicator. torch's default also ends the process.
+    # waits for the peers. But a bucket is launched before it is known whether the peers launch it too. See
+    # Note [Direct buckets].
+    # On errors, only abort the communicator. By default, torch also terminates the process.
     with _environment(NCCL_RUNTIME_CONNECT="0", TORCH_NCCL_ASYNC_ERROR_HANDLING="2"):
         group = dist.ProcessGroupNCCL(store, rank, size, options)
         with torch.cuda.device(device):
@@ -72,13 +72,13 @@ def _environment(**values: str) -> Iterator[None]:
 
 
 def failure_of(group: Any) -> str:
-    """Return the error that NCCL has reported, or "" for none."""
+    """Return the error that NCCL has reported, or "" if it has reported none."""
     error = group.get_error() if hasattr(group, "get_error") else None
     return "" if error is None or error.name == "SUCCESS" else str(error.name)
 
 
 def host_and(namespace: str) -> str:
-    """Return text that is equal for processes in the same namespace ("pid", "net") of the same host."""
+    """Return an identifier shared by processes in the same namespace ("pid" or "net") on the same host."""
     parts = [socket.gethostname()]
     with contextlib.suppress(OSError):
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
@@ -109,7 +109,7 @@ def serve(size: int, networks: Sequence[str]) -> tuple[Any, list[Any]]:
 
 
 def addresses() -> list[str]:
-    """Return this host's addresses that other hosts may reach, IPv4 first."""
+    """Return the addresses at which other hosts may reach this host, IPv4 first."""
     rows = [row for rows in psutil.net_if_addrs().values() for row in rows]
     known = [row.address for kind in (socket.AF_INET, socket.AF_INET6) for row in rows if row.family == kind]
     return [address for address in known if not address.startswith(("127.", "::1", "fe80:"))]

@@ -1,4 +1,4 @@
-"""Reduce gradients without a round of agreement: see Note [Direct buckets]."""
+"""Reduce gradients without a round of agreement. See Note [Direct buckets]."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Launched:
 
 
 def direct_exchange(engine: Engine, set_id: int, kind: str, name: str) -> TorchExchange | None:
-    """Return a further communicator for a set's members. All call this, and it blocks until they have.
+    """Create another communicator for a set's members. Blocks until all members have called this.
 
     Returns None on all ranks if the set has not yet exchanged tensors on this kind of device.
 

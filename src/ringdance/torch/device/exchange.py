@@ -43,7 +43,7 @@ _aborted: list[Any] = []  # Groups with calls that will never complete, but stil
 
 
 def exchanges(kind: Collective, operation: ReduceOp, scales: tuple[float, float], dtype: torch.dtype) -> bool:
-    """Return True if torch's communicators do this as the engine does. Otherwise, it goes through the host.
+    """Return True if torch's communicators give the engine's results. Otherwise, use the host.
 
     They do not average integers exactly, and may drop NaN in Min and Max.
     """
@@ -62,7 +62,7 @@ class TorchExchange:
         store: Store of the set's members.
         device: Device of this rank's tensors. Tensors on other devices are copied to it.
         streams: None on the CPU.
-        exchange: Tells what differs between the ranks in a request.
+        exchange: Describes how a request differs between the ranks.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class TorchExchange:
     def over(
         cls, store: Any, device: torch.device, exchange: Any, timeout: timedelta = communicators.TIMEOUT
     ) -> TorchExchange:
-        """Return a new exchange for the ranks that share the store. Blocks until all have called this."""
+        """Create an exchange for the ranks that share the store. Blocks until all have called this."""
         streams = None if device.type == "cpu" else Streams(module_of(device), device)
         group = communicators.group_of(store, exchange.rank, exchange.size, device, timeout)
         return cls(group, store, device, streams, exchange)
@@ -167,7 +167,7 @@ class TorchExchange:
     def _reduce_flat(
         self, tensors: list[Tensor], given: list[Tensor | None], d: Description
     ) -> tuple[Any, Callable[[], list[Tensor]]]:
-        """Start to reduce tensors of one dtype as one flat tensor. The results go to ``given``."""
+        """Start reducing tensors of one dtype as one flat tensor. The results are written to ``given``."""
         lone = len(tensors) == 1 and given[0] is not None and given[0].data_ptr() == tensors[0].data_ptr()
         flat = tensors[0].reshape(-1) if lone else torch.cat([tensor.reshape(-1) for tensor in tensors])
         wire, operation = self._prepared(flat, d)
@@ -188,8 +188,8 @@ class TorchExchange:
     def _prepared(self, flat: Tensor, d: Description) -> tuple[Tensor, Any]:
         """Return the scaled tensor to reduce, and torch's operation.
 
-        16-bit floats are widened for gloo, which would round each partial sum. NCCL averages them itself,
-        because the sum of many might overflow. Complex numbers are pairs of floats.
+        For gloo, 16-bit floats are converted to float32, because gloo would round each partial sum. NCCL
+        averages 16-bit floats itself, because a sum might overflow. Complex numbers are sent as float pairs.
         """
         half = flat.dtype in _HALVES
         wire = flat.float() if half and self._streams is None else flat

@@ -1,4 +1,4 @@
-"""Connect a process set's members when they exchange tensors on a kind of device for the first time."""
+"""Connect a process set's members when they first exchange tensors on a kind of device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ringdance.torch.device.exchange import TorchExchange
 from ringdance.torch.device.streams import mark, module_of
 from ringdance.training import session
 
-_last: dict[str, torch.device] = {}  # Device of the last tensors that this rank submitted, by kind.
+_last: dict[str, torch.device] = {}  # Device of the last tensor that this rank submitted, by kind of device.
 
 
 def submitted(tensor: Tensor) -> Any:
@@ -27,7 +27,7 @@ def submitted(tensor: Tensor) -> Any:
 
 
 def make_exchange(exchange: Exchange, kind: str) -> Steps:
-    """Return the exchange of a process set for tensors on a kind of device."""
+    """Create a process set's exchange for tensors on a kind of device."""
     assert exchange.context.on_thread is not None
     on_thread, device = exchange.context.on_thread, torch.device(kind)
     if kind != "cpu":

@@ -1,4 +1,4 @@
-"""The streams on which tensors are exchanged, and the events between them: Note [Streams]."""
+"""The streams on which tensors are exchanged, and the events that order them. See Note [Streams]."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def mark(tensor: Tensor) -> Any:
 
 
 def wait_on_host(event: Any, seconds: float = 60.0) -> None:
-    """Make the host wait for an event, if any, but not for long: it never comes if a peer was lost."""
+    """Make the host wait for an event, if any. Limited, because the event never occurs if a peer is lost."""
     until = time.monotonic() + seconds
     while event is not None and not event.query() and time.monotonic() < until:
         time.sleep(1e-4)

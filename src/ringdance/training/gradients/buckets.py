@@ -1,13 +1,14 @@
 """Divide the gradients of an exchange into buckets, and reduce them.
 
 Note [Buckets]
-Overlap: if all ranks have spare cores (agreed through the mask), buckets are exchanged during backward.
-Otherwise everything is sent in one request at its end. Parameter order decides on the buckets and their
-order, never timing.
+Overlap: if all ranks have spare cores (agreed through the mask), buckets are exchanged during the backward
+pass. Otherwise all gradients are sent in one request at the end of the pass. Buckets and their order depend
+only on the order of parameters, never on timing.
 
-Early buckets: a rank with exactly the *expected* gradients (the last outcome) sends them with the mask to
-save a round trip. This is safe. If a rank sent a bucket, the union of the masks contains it, so every rank
-sends it. If the union does not contain it, no rank sent it.
+Early buckets: the *expected* gradients are the ones that were reduced last time. A rank that has computed
+exactly these sends them together with the mask, to save a round trip. This is safe: if any rank sent a
+bucket, the union of the masks contains the bucket, so every rank sends it. If the union does not contain it,
+no rank has sent it.
 """
 
 from __future__ import annotations
@@ -30,21 +31,21 @@ class Bucket:
 
     name: str
     members: tuple[int, ...]
-    expected: tuple[int, ...]  # Agreed: the gradients that were reduced last time.
-    lacking: int = 0  # Expected gradients that are not computed yet, and computed ones that are not expected.
+    expected: tuple[int, ...]  # The gradients reduced last time. The same on all ranks.
+    lacking: int = 0  # Count of expected gradients not yet computed, plus unexpected ones that were.
     work: Work | None = None
-    kinds: bytes = b""  # Kinds of ``expected`` if sent during the pass: sending makes sparse gradients dense.
+    kinds: bytes = b""  # Kinds of ``expected`` before an early send, which makes sparse gradients dense.
 
 
 def parts_of(
     indices: Sequence[int], nbytes: Callable[[int], int], on_device: bool = False
 ) -> list[list[int]]:
-    """Cut parameters into parts of an eighth of the total, 1 to 32 MiB, the last first, as in backward.
+    """Divide parameters into parts of an eighth of the total size, 1 to 32 MiB, in backward order.
 
     Args:
-        indices: Indices of the parameters, in their order.
-        nbytes: Returns the size of a parameter in bytes.
-        on_device: If True, cut as DistributedDataParallel does: 1 MiB, to start early, then 25 MiB.
+        indices: Indices of the parameters, in order.
+        nbytes: Function that returns a parameter's size in bytes.
+        on_device: If True, divide like DistributedDataParallel: 1 MiB first, to start early, then 25 MiB.
     """
     first = later = min(max(sum(map(nbytes, indices)) // 8, 1 << 20), 32 << 20)
     if on_device:
@@ -70,7 +71,7 @@ class Buckets:
     Attributes:
         engine: Engine of this rank.
         source: Access to the gradients.
-        whole: Call with the name of the exchange, its process set, operation and scales.
+        whole: Call with the exchange's name, process set, operation and scales.
         names: Parameter names.
         groups: Parameter indices to reduce together.
         all: Buckets in the order in which they are sent.
@@ -89,12 +90,12 @@ class Buckets:
         self.divide(overlap=False)
 
     def call(self, name: str) -> Call:
-        """Return the call for a bucket, the same object each time. Thread: exchanging or autograd."""
+        """Return a bucket's call, the same object each time. Thread: exchanging or autograd."""
         how = self.whole
         return prepared(how.kind, name, how.operation, how.prescale, how.postscale, how.set_id, grouped=True)
 
     def divide(self, overlap: bool) -> None:
-        """Divide the parameters: the groups, then the rest, in several parts for ``overlap``.
+        """Divide the parameters: the groups, then the rest, which is split into parts if ``overlap``.
 
         Thread: exchanging.
         """
@@ -119,12 +120,12 @@ class Buckets:
             labels.note(f"grouped_allreduce.{name}", self.whole.name or "", "gradients", chosen)
 
     def restart(self, wait: bool = False) -> None:
-        """Forget requests, and expect the gradients of the next pass.
+        """Discard the requests, and expect the next pass's gradients.
 
         Thread: exchanging or script.
 
         Args:
-            wait: If True, wait for requests that are not complete: the gradients are still being read.
+            wait: If True, first wait for incomplete requests, because they still read the gradients.
         """
         for bucket in self.all:
             if wait and bucket.work is not None and not bucket.work.done():
@@ -140,14 +141,14 @@ class Buckets:
             bucket.work = self._send(bucket, bucket.expected, zeros=b"", wake=True)
 
     def restore_kinds(self, kinds: bytearray) -> None:
-        """Set the kinds that gradients had before their buckets were sent. Thread: exchanging."""
+        """Restore the kinds that gradients had before their buckets were sent. Thread: exchanging."""
         for bucket in self.all:
             if bucket.work is not None:
                 for index, kind in zip(bucket.expected, bucket.kinds, strict=True):
                     kinds[index] = kind
 
     def send_complete(self, kinds: bytearray, zeros: bytes) -> None:
-        """Send buckets of which this rank has exactly the expected gradients, all of them dense.
+        """Send the buckets for which this rank has exactly the expected gradients, all dense.
 
         See Note [Buckets]. Thread: exchanging.
 
@@ -209,7 +210,7 @@ class Buckets:
         return self.source.send(self.call(name), self.engine, indices, zeros, wake)
 
     def abandon(self) -> None:
-        """After an error, wait a second for each request, which uses the gradients' memory.
+        """After an error, wait up to a second for each request, because requests use the gradients' memory.
 
         Thread: exchanging or script.
         """

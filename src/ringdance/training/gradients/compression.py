@@ -1,4 +1,4 @@
-"""Compress gradients for the exchange, with a pair of functions around it."""
+"""Compress gradients before they are exchanged, and decompress them afterwards."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 class Compressor(Protocol):
     """Makes a tensor smaller before it is exchanged, and restores it afterwards.
 
-    Any object with these two methods works: a class with static methods, passed as it is, or an instance.
+    Any object with these two methods works: an instance, or a class whose methods are static.
     The bindings' own compressors, ``Compression.none``, ``.fp16`` and ``.bf16``, cast floating-point tensors
     and pass others unchanged. Sums of 16-bit floats are computed in float32 and rounded once (twice if they
     are computed within hosts and then between hosts).
@@ -44,8 +44,8 @@ class NoneCompressor(Compressor):
 class _CastCompressor(Compressor):
     """Casts floating-point tensors to ``dtype`` and back.
 
-    A sum above 65,504 becomes infinite in float16. Scale the loss, or use bfloat16, which has the range of
-    float32 with 8 bits of precision.
+    In float16, sums above 65,504 overflow to infinity. To avoid this, scale the loss or use bfloat16, which
+    has the range of float32 but only 8 bits of precision.
     """
 
     dtype: Any
@@ -76,8 +76,8 @@ def compression_for(
         module: Module that assigns the class to the name ``Compression``, so that compressors can be pickled.
         float16: The framework's float16 data type.
         bfloat16: The framework's bfloat16 data type.
-        floating_dtype: Returns a tensor's data type if it is floating-point, otherwise ``None``.
-        cast: Casts a tensor to another data type.
+        floating_dtype: Function that returns a tensor's dtype if it is floating-point, otherwise ``None``.
+        cast: Function that casts a tensor to another data type.
     """
 
     def compressor(name: str, dtype: Any) -> type[Compressor]:

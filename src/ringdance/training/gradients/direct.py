@@ -7,9 +7,9 @@ complete, without a round: in a fixed order, through a dedicated communicator, a
 the end of the pass shows whether all ranks had the expected gradients. If so, the copies become the
 gradients. Otherwise all ranks drop them and exchange the gradients by rounds.
 
-So that the calls of all ranks match, each rank launches all buckets in each pass, with zeros for the
-gradients it lacks. Two kinds of ranks launch none: a rank that has joined, and a rank whose launch has
-failed. The mask shows both to the others, which then abort the communicator and continue by rounds.
+So that the calls match across ranks, each rank launches all buckets in each pass, with zeros for gradients
+that it has not computed. Only a rank that has joined, or whose launch has failed, launches none. The mask
+shows this to the other ranks, which then abort the communicator and continue by rounds.
 On a GPU, the calls of this communicator are not ordered relative to the calls of rounds, because each
 communicator has its own stream.
 """
@@ -54,14 +54,14 @@ class DirectBuckets:
                 return
             self._launched += 1
             if bucket.expected and self.deviation is not Deviation.MISSING:
-                # If launch() raises or refuses, this rank is one call behind the others.
+                # Set first: if launch() raises or refuses, this rank is one call behind the other ranks.
                 before, self.deviation = self.deviation, Deviation.MISSING
                 bucket.work = self._source.launch(self._buckets.call(bucket.name), bucket.expected)
                 if bucket.work is not None:
                     self.deviation = before
 
     def spoil(self) -> None:
-        """Note that the launched buckets hold gradients of another pass. Thread: script."""
+        """Note that the launched buckets contain another pass's gradients. Thread: script."""
         if self._launched:
             self.deviation = max(self.deviation, Deviation.OTHER)
 
@@ -74,7 +74,7 @@ class DirectBuckets:
         """Drop the launched buckets. Thread: exchanging.
 
         Args:
-            abort: If True, abort the communicator: a rank has not launched the same buckets as this one.
+            abort: If True, abort the communicator, because a rank has not launched the same buckets.
         """
         self.restart()
         self._buckets.restart()

@@ -1,33 +1,34 @@
 """Exchange the gradients of one optimizer between ranks, as the framework computes them.
 
 A binding calls ``GradientExchange`` for each gradient (``on_gradient``) and at the end of each backward
-pass (``on_backward_end``). It gives access to the gradients as NumPy views (``GradientSource``).
+pass (``on_backward_end``). The binding provides the gradients as NumPy views (``GradientSource``).
 
 Note [Exchange of gradients]
 When: at the end of every ``passes``-th backward pass, before it returns. Clipping, unscaling and norms then
-see reduced gradients on all ranks. A rank without such a pass in a step exchanges in ``finish_exchange()``,
-which the optimizer's step calls.
+see reduced gradients on all ranks. If a rank has no such pass in a step, it exchanges in
+``finish_exchange()``, which the optimizer's step calls.
 
 What: each rank sends a mask of the gradients it computed. A gradient that any rank has is reduced on all
-ranks, with zeros where it is missing. One that no rank has is left alone, so the optimizer skips it as it
-does in one process.
+ranks, with zeros where it is missing. A gradient that no rank has is left alone, so the optimizer skips it as
+it would in a single process.
 
-How: in buckets (Note [Buckets]). If all ranks compute the same gradients each time, they stop sending masks:
-see ``Mode`` and ``fast_path``.
+How: in buckets (Note [Buckets]). If all ranks repeatedly compute the same gradients, they stop sending masks.
+See ``Mode`` and ``fast_path``.
 
-Checks: in a step, all ranks end the same number of passes that touch this optimizer's parameters, or none.
+Checks: in a step, all ranks must complete the same number of passes that involve this optimizer's parameters,
+or none.
 The mask carries the step number and a digest of the parameter names (Note [Mask]). If either differs, all
 ranks raise the same error.
 
 Recomputed gradients: a gradient may be computed again after it was reduced (two losses, one optimizer).
-Average stays right (the mean of (reduced + new) is reduced + mean of new); other operations raise.
+Average remains correct, because the mean of (reduced + new) is reduced + mean of new. Other operations raise.
 
 Gradients set by hand (``torch.autograd.grad``, master weights): a gradient that no backward pass computed
-still counts as computed, unless it is the tensor that an earlier exchange left there. It is reduced with
-the gradients of the pass, or before it is used. All ranks set such gradients between the same two exchanges.
-Values changed in place cannot be told from clipping, unless the step had no backward pass. With Average, all
-gradients count in an exchange before they are used: averaging equal gradients changes nothing, and the ranks
-stay on their fast path.
+still counts as computed, unless it is the tensor that an earlier exchange left there. It is reduced together
+with the pass's gradients, or before it is used. All ranks must set such gradients between the same two
+exchanges. Values changed in place cannot be distinguished from clipping, unless the step had no backward
+pass. If the operation is Average, an exchange before use counts all gradients as computed: averaging equal
+gradients changes nothing, and the ranks stay on their fast path.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ from ringdance.training.gradients.source import GradientSource
 from ringdance.training.process_sets import ProcessSet, bind, global_process_set, set_id
 from ringdance.training.tuning.tunables import Tunable, tunables
 
-# Number of exchanges with the same parameter names and ranks. Makes the names of exchanges unique.
+# Number of exchanges with the same parameter names and ranks. Used to make the exchanges' names unique.
 _seen: weakref.WeakKeyDictionary[Any, Counter[tuple[str, tuple[int, ...]]]] = weakref.WeakKeyDictionary()
 _exchanges: weakref.WeakSet[GradientExchange] = weakref.WeakSet()
 
@@ -64,7 +65,7 @@ def _of_all_ranks() -> list[GradientExchange]:
 
 
 def forget_all() -> None:
-    """Make all exchanges of this rank forget a failed step, whose gradients are dropped."""
+    """Make all exchanges on this rank discard a failed step and its gradients."""
     engine = session.engine() if session.is_initialized() else None
     for exchange in list(_exchanges):
         if exchange.engine is engine and (exchange.state.passes or 1 in exchange.state.computed):
@@ -72,7 +73,7 @@ def forget_all() -> None:
 
 
 def _overlaps() -> int | None:
-    """Return 1 if this rank's exchanges in the global set are to overlap, 0 if not, None if fixed."""
+    """Return 1 if this rank's exchanges in the global set should overlap, 0 if not, and None if fixed."""
     exchanges = _of_all_ranks()
     free = all(item.early and item.passes == 1 and not item.source.on_device for item in exchanges)
     if not exchanges or not free or exchanges[0].engine.settings.overlap != "auto":
@@ -92,10 +93,11 @@ tunables["overlap"] = Tunable(_overlaps, _set_overlap, lambda: 1)
 class Mode(Enum):
     """How the ranks exchange the gradients of a step. All ranks change their mode after the same exchange."""
 
-    # All computed equal gradients several times: FAST, or DIRECT if the gradients are on a device.
+    # When all ranks have computed the same gradients several times: FAST, or DIRECT on a device.
     MASKED = auto()
-    FAST = auto()  # A rank refuses: MASKED. See ``fast_path``.
-    DIRECT = auto()  # A rank has joined, deviates or has failed to launch: MASKED. See Note [Direct buckets].
+    FAST = auto()  # When a rank refuses: MASKED. See ``fast_path``.
+    # When a rank has joined, deviates or has failed to launch: MASKED. See Note [Direct buckets].
+    DIRECT = auto()
 
 
 class State:
@@ -109,25 +111,26 @@ class State:
 
 
 class GradientExchange:
-    """Reduces one optimizer's gradients. All members of the set create theirs in the same order.
+    """Reduces one optimizer's gradients. All members of the set create their exchanges in the same order.
 
     Threads: *autograd* runs the hooks of a backward pass. *script* uses the optimizer between passes.
-    *exchanging* is the one of them that exchanges; it calls the methods whose names begin with ``_``, unless
-    they say otherwise. Calls must not overlap: there is no lock.
+    *exchanging* is whichever of the two runs the exchange. Methods whose names begin with ``_`` are called on
+    this thread unless they say otherwise. Calls must not overlap: nothing is locked.
 
     Args:
         source: Access to the gradients.
         names: Parameter names, in the same order on all ranks.
         operation: Average, Sum, Min, Max or Product.
-        passes: Backward passes per exchange. The framework sums their gradients.
-        predivide: Divisor before the sum, undone after it (Average only).
+        passes: Number of backward passes per exchange. The framework sums their gradients.
+        predivide: Gradients are divided by this before the sum and multiplied by it after (Average only).
         groups: Parameter indices to reduce together.
-        process_set: Ranks that exchange. After ``shutdown()`` and ``init()``, the new set with these ranks.
-        early: Exchange at the end of backward. If False, only in ``finish_exchange()``.
-        overlap: True if this rank can exchange during backward. Used if all ranks can.
+        process_set: The participating ranks. After ``shutdown()`` and ``init()``, the new set with the same
+            ranks is used.
+        early: If True, exchange at the end of backward. If False, exchange only in ``finish_exchange()``.
+        overlap: True if this rank can exchange during backward. Exchanges overlap only if all ranks can.
 
     Attributes:
-        mode: How the next exchange is made. Equal on all ranks.
+        mode: Mode of the next exchange. The same on all ranks.
         overlap: True if all ranks have agreed to exchange during backward.
         idle: True if no step has begun, and no other exchange has taken the gradients.
     """
@@ -151,7 +154,7 @@ class GradientExchange:
         self._groups = groups
         self._overlap_changed = False
         _exchanges.add(self)
-        self._digest = digest_of("\0".join(names)).hex()  # Does not change when names are added: see extend.
+        self._digest = digest_of("\0".join(names)).hex()  # Unchanged when names are added: see extend.
         self._join()
 
     def _join(self) -> None:
@@ -194,9 +197,9 @@ class GradientExchange:
         self.reset()
 
     def extend(self, names: Sequence[str]) -> None:
-        """Add the gradients that the source has gained. All ranks call this between the same two steps.
+        """Add gradients that are new in the source. All ranks call this between the same two steps.
 
-        The exchange keeps its name, so that the next one fails on all ranks if a rank has not called this.
+        The name stays the same, so that the next exchange fails on all ranks if a rank has not called this.
         Thread: script.
         """
         if any(bucket.work is not None for bucket in self.buckets.all):
@@ -211,15 +214,15 @@ class GradientExchange:
     def choose_overlap(self, overlap: bool) -> None:
         """Ask to overlap exchanges with backward, or to stop.
 
-        All ranks switch after the same mask: on once all ask for it, off once one does not.
-        Ranks may call this between different steps. Thread: script.
+        All ranks switch after the same mask: on once all ranks have asked for it, off once any rank has asked
+        to stop. Ranks may call this between different steps. Thread: script.
         """
         if overlap != self.wants_overlap:
             self.wants_overlap = overlap
             self._overlap_changed = True
 
     def reset(self) -> None:
-        """Forget what was computed and reduced: by ``zero_grad`` and after an error. Thread: any."""
+        """Forget what was computed and reduced. Called by ``zero_grad`` and after an error. Thread: any."""
         state = self.state
         if not state.passes and state.exchanged_at < 0 and 1 not in state.computed:
             return
@@ -228,7 +231,7 @@ class GradientExchange:
         self.buckets.restart(wait=self.mode is not Mode.DIRECT)
 
     def on_gradient(self, index: int) -> None:
-        """Note a computed gradient. With overlap, send its bucket once it is complete. Thread: autograd.
+        """Note a computed gradient. When overlapping, send its bucket once complete. Thread: autograd.
 
         Raises:
             AssertionError: The gradient was already reduced in this step and the operation is not Average,
@@ -255,11 +258,11 @@ class GradientExchange:
             )
 
     def _count(self, index: int) -> None:
-        """Send the gradient's bucket if it is complete. Thread: as ``on_gradient``."""
+        """Send the gradient's bucket if the bucket is complete. Thread: as for ``on_gradient``."""
         buckets = self.buckets
         bucket = buckets.of[index]
         bucket.lacking += -1 if index in buckets.expected else 1
-        # With several passes, later ones add to gradients that have been complete since the first.
+        # If there are several passes per exchange, later passes add to gradients that the first computed.
         if bucket.lacking or self.passes > 1 or self._rejoin():
             return
         if self.mode is Mode.DIRECT:
@@ -268,13 +271,14 @@ class GradientExchange:
             buckets.send_early(bucket, self.state.computed)
 
     def on_backward_end(self, began_in: int | None = None) -> None:
-        """Count a backward pass with some of the gradients. Exchange after every ``passes``-th.
+        """Count a backward pass that computed some of the gradients. Exchange after every ``passes``-th pass.
 
         Thread: autograd, which exchanges.
 
         Args:
-            began_in: The step in which the pass began, if it can be an earlier one (``step()`` was called in
-                a hook). Gradients computed since are exchanged, but the pass does not count in this step.
+            began_in: The step in which the pass began, if it may be an earlier step (because a hook called
+                ``step()``). Gradients computed since then are exchanged, but the pass does not count in this
+                step.
         """
         own = began_in is None or began_in == self.step
         self.state.passes += own
@@ -282,7 +286,7 @@ class GradientExchange:
             self._exchange()
 
     def finish_exchange(self) -> None:
-        """Exchange before the gradients are used, unless done already. Thread: script, which exchanges."""
+        """Exchange before the gradients are used, if not already done. Thread: script, which exchanges."""
         computed = self.state.computed
         if not self.finished or 1 in computed or self.source.unreduced(computed):
             if self.operation is ReduceOp.AVERAGE:
@@ -344,7 +348,7 @@ class GradientExchange:
         return False
 
     def _exchange_by_mask(self) -> None:
-        """Agree on the gradients by a mask, then reduce them. Raises as ``StepMask.wait`` does."""
+        """Agree on the gradients by a mask, then reduce them. Raises the same errors as ``StepMask.wait``."""
         self._overlap_changed = False
         kinds = self.source.kinds(self.state.computed)
         if self.mode is Mode.DIRECT:
@@ -374,7 +378,7 @@ class GradientExchange:
         self._choose_mode()
 
     def _choose_mode(self) -> None:
-        """Choose the mode of the next exchange, after one by the mask."""
+        """After an exchange by the mask, choose the next exchange's mode."""
         mask, path, on_device = self._mask, self._fast_path, self.source.on_device
         possible = self.overlap if on_device else len(self.buckets.all) == 1 and not self.overlap
         possible = possible and self.operation is ReduceOp.AVERAGE
@@ -407,12 +411,12 @@ class GradientExchange:
         self.buckets.restart()
 
     def close(self) -> None:
-        """Free the device's resources: the optimizer is gone. Thread: script, or one that frees memory."""
+        """Free device resources after the optimizer is gone. Thread: script, or one that collects garbage."""
         _exchanges.discard(self)
         self.source.close_direct()
 
     def abandon(self) -> None:
-        """After an error, wait for requests in flight, which use the gradients' memory. Then reset."""
+        """After an error, wait for requests in flight, which still use the gradients' memory, then reset."""
         if self.mode is Mode.DIRECT:
             self._continue_masked(abort=True)
         self.buckets.abandon()

@@ -2,8 +2,9 @@
 
 After several exchanges in a row in which all ranks computed the same gradients, all ranks take the fast path.
 Each rank that has exactly these gradients sends them, with a *tag* that shows the step number. If the request
-succeeds, all ranks had them. A rank with different gradients refuses the request, so it fails on all ranks,
-and all exchange by the mask. Each time that happens, they wait longer before they try again.
+succeeds, all ranks had the same gradients. A rank with different gradients refuses the request, so it fails
+on all ranks, and all ranks exchange by the mask. Each time that happens, they wait longer before trying
+again.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from ringdance.training.gradients.mask import DifferentStepsError
 from ringdance.training.gradients.source import AS_DENSE, GradientSource
 
 # Step numbers are compared modulo _TAGS. A tag has one element per number: 1 for the rank's step, 0 for the
-# others. The average is above zero for each step that some rank is in, in any floating dtype and for any
+# others. The average is positive for each step in which some rank is, in any floating-point dtype and for any
 # number of ranks. Joined ranks add zeros.
 _TAGS = 8
 _FIRST_BACKOFF, _MOST_BACKOFF = 2, 256
 
 
 class FastPath:
-    """Exchanges the expected gradients without a mask, and decides when all ranks do that.
+    """Exchanges the expected gradients without a mask, and decides when all ranks do so.
 
     ``update`` returns the same on all ranks, and ``expected_kinds`` is equal on all ranks.
 
@@ -35,7 +36,7 @@ class FastPath:
     Args:
         engine: Engine of this rank.
         source: Access to the gradients.
-        call: Call with the name of the exchange, its process set, operation and scales.
+        call: Call with the exchange's name, process set, operation and scales.
 
     Attributes:
         expected_kinds: Kinds of gradients agreed on last time. Empty if one was sparse.
@@ -71,7 +72,7 @@ class FastPath:
         return ready
 
     def exchange(self, computed: bytearray, step: int) -> bool:
-        """Average the expected gradients. Returns False, with nothing changed, if some rank has others.
+        """Average the expected gradients. If a rank has different ones, changes nothing and returns False.
 
         Raises:
             DifferentStepsError: Ranks are in different steps. Raised on all ranks.
@@ -86,7 +87,7 @@ class FastPath:
         try:
             work.wait()
         except MismatchError:
-            return False  # The exchange by the mask finds a real mismatch again.
+            return False  # A real mismatch will show up again in the exchange by mask.
         if tag.tolist().count(0) != _TAGS - 1:
             steps = ", ".join(map(str, np.flatnonzero(tag)))
             raise DifferentStepsError(f"the ranks are in {steps} (modulo {_TAGS})")
@@ -94,12 +95,12 @@ class FastPath:
         return True
 
     def refuse(self) -> None:
-        """Make the exchange without a mask fail on the ranks that try it."""
+        """Make the exchange without a mask fail on the ranks that attempt it."""
         message = "it computed different gradients than before. All ranks exchange masks now."
         self._call.refuse(self._engine, message)
 
     def back_off(self) -> None:
-        """Exchange by the mask for longer than the last time."""
+        """Exchange by the mask, for more steps than last time."""
         self._in_a_row = 0
         self._backoff = min(2 * self._backoff, _MOST_BACKOFF)
 
@@ -109,7 +110,7 @@ class FastPath:
         self._backoff = _FIRST_BACKOFF
 
     def _views(self, computed: bytearray) -> tuple[Array, ...] | None:
-        """Return views of the expected gradients, or None if this rank has others."""
+        """Return views of the expected gradients, or None if this rank has different ones."""
         if computed != self._computed:
             return None
         views = self._source.gradient_views(self._indices)

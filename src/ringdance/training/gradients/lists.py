@@ -16,7 +16,7 @@ from ringdance.training import session
 
 
 class UseOrder:
-    """Numbers objects that would have the same name, in the order of their first use since ``init()``."""
+    """Numbers objects that would otherwise share a name, in the order of their first use since ``init()``."""
 
     def __init__(self) -> None:
         self._known: dict[Any, list[tuple[weakref.ref[Any], threading.Thread, set[threading.Thread]]]] = {}
@@ -24,10 +24,10 @@ class UseOrder:
         session.at_init(self._known.clear)  # A rank that failed may have numbered more objects than others.
 
     def number(self, key: Any, owner: Any) -> int:
-        """Return the number of ``owner`` among the owners with this key, from 0. Keeps a weak reference.
+        """Return ``owner``'s number among the owners with this key, from 0. Keeps a weak reference.
 
         Raises:
-            ArgumentError: Threads that run in parallel use several owners, so the order may differ by rank.
+            ArgumentError: Parallel threads use several owners, so their order may differ between ranks.
         """
         thread = threading.current_thread()
         with self._lock:
@@ -45,13 +45,13 @@ class UseOrder:
 
 
 def _uncertain(thread: threading.Thread, user: threading.Thread, there: set[threading.Thread]) -> bool:
-    """Return True if ``thread`` may be first on other ranks. ``there``: threads alive at ``user``'s use."""
-    # A thread that was started later comes second on all ranks. So does the main thread after joining others.
+    """Return True if ``thread`` may come first on other ranks. ``there``: threads alive at ``user``'s use."""
+    # A thread that starts later comes second on all ranks. So does the main thread after joining others.
     return user is not thread in there and (user.is_alive() or thread is not threading.main_thread())
 
 
 def pattern_of(kinds: Sequence[str]) -> str:
-    """Return the gradients that a step has, as text that the ranks compare, or "" if all are dense.
+    """Return text that describes a step's gradients, for comparison by the ranks. "" if all are dense.
 
     Args:
         kinds: "dense", "rows" or "none" for each variable.
@@ -67,15 +67,15 @@ def reduce_shared(
     reduce: Callable[[list[Any], list[Any]], list[Any]], gradients: Sequence[Any], variables: Sequence[Any],
     is_local: Callable[[Any], bool], local_factor: float, factor: float = 1.0,
 ) -> list[Any]:
-    """Reduce gradients. Gradients of local variables stay this rank's own.
+    """Reduce gradients over the ranks, except gradients of local variables, which this rank keeps.
 
     Args:
-        reduce: Reduces a list of gradients, called with their variables.
+        reduce: Function that reduces a list of gradients. Called with the gradients and their variables.
         gradients: Tensors, ``tf.IndexedSlices`` or ``None``.
         variables: One variable for each gradient.
-        is_local: Returns True for a local variable.
-        local_factor: Factor for gradients of local variables.
-        factor: Factor for reduced gradients.
+        is_local: Function that returns True for a local variable.
+        local_factor: Factor applied to gradients of local variables.
+        factor: Factor applied to reduced gradients.
     """
     local = [is_local(variable) for variable in variables]
     shared = [index for index, here in enumerate(local) if not here]

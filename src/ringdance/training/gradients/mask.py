@@ -1,15 +1,15 @@
-"""The mask: a few bytes by which the ranks agree on the gradients of a step.
+"""The mask: a few bytes with which the ranks agree on a step's gradients.
 
 Note [Mask]
-One ``MAX`` over the bytes of all ranks. A rank that has joined contributes zeros. From the first byte, for
-n gradients and, if they are on a device, m ranks in the process set::
+The ranks take the elementwise ``MAX`` of their bytes. A rank that has joined contributes zeros. The layout
+for n gradients and, if they are on a device, m ranks in the process set::
 
-    n bytes   kind of each gradient that this rank computed, 0 without it (see ``source.AS_DENSE``)
+    n bytes   kind of each gradient, 0 if this rank has not computed it (see ``source.AS_DENSE``)
     1 byte    step + 1: the maximum shows the latest step
     1 byte    STEPS - step: the maximum shows the earliest step. Neither byte is zero
     1 byte    1 if this rank does not want to overlap
     1 byte    this rank's ``Deviation``
-    m bytes   1 in this rank's own place: a zero that remains shows a rank that has joined
+    m bytes   1 at this rank's own position. A position that stays 0 shows a rank that has joined
     4 bytes   digest of the parameter names and its complement. If digests differ, the maximum of the
               digests or of their complements differs from this rank's
 """
@@ -28,10 +28,10 @@ from ringdance.core.request import Collective, ReduceOp, Work
 from ringdance.errors import MismatchError
 from ringdance.training.collectives import Call
 
-# Steps are counted modulo STEPS, so that both step numbers fit into a byte. STEPS is a multiple of the fast
+# Steps are counted modulo STEPS, so that each step number fits into a byte. STEPS is a multiple of the fast
 # path's number of tags, so that neighboring steps also have different tags when the count wraps.
 STEPS = 248
-_FIXED = 4  # Bytes between the kinds and the ranks.
+_FIXED = 4  # Number of bytes between the kinds and the ranks.
 
 
 class DifferentStepsError(Exception):
@@ -39,11 +39,11 @@ class DifferentStepsError(Exception):
 
 
 class Deviation(IntEnum):
-    """How a rank deviates from what all ranks expect. The largest value of all ranks counts."""
+    """How a rank deviates from what all ranks expect. The maximum over the ranks counts."""
 
     NONE = 0
-    OTHER = 1  # It has other gradients, or has launched buckets with gradients of another pass.
-    # Its launches are missing, because it has joined or a launch has failed: see Note [Direct buckets].
+    OTHER = 1  # It has different gradients, or has launched buckets with another pass's gradients.
+    # It has not launched all buckets, because it has joined or a launch failed. See Note [Direct buckets].
     MISSING = 2
 
 
@@ -53,19 +53,19 @@ def digest_of(text: str, size: int = 4) -> bytes:
 
 
 class StepMask:
-    """The mask of the current step. Only this class knows its bytes: see Note [Mask].
+    """The current step's mask. No other code depends on its layout. See Note [Mask].
 
     Thread: the one that exchanges.
 
     Args:
         engine: Engine of this rank.
-        call: Call with the name of the exchange and its process set.
+        call: Call with the exchange's name and process set.
         names: Parameter names.
 
     Attributes:
         kinds: Kinds of the gradients that any rank has computed. Like all attributes, set by ``wait``.
         all_want_overlap: True if all ranks want to exchange during backward.
-        deviation: Largest deviation of a rank. Joined ranks count only if the gradients are on a device.
+        deviation: Maximum deviation over the ranks. Joined ranks count only if gradients are on a device.
     """
 
     def __init__(self, engine: Engine, call: Call, names: Sequence[str]) -> None:

@@ -18,7 +18,7 @@ def check_passes(passes: int) -> None:
 
 
 def scales_of(operation: ReduceOp, predivide: float) -> tuple[float, float]:
-    """Return pre- and postscale for ``gradient_predivide_factor``, a divisor before the sum."""
+    """Return prescale and postscale factors for ``gradient_predivide_factor``."""
     if predivide == 1.0:
         return 1.0, 1.0
     if operation is not ReduceOp.AVERAGE:
@@ -29,15 +29,15 @@ def scales_of(operation: ReduceOp, predivide: float) -> tuple[float, float]:
 def check_groups(
     groups: Any, order: Sequence[int], index_of: Callable[[Any], int | None]
 ) -> list[tuple[int, ...]]:
-    """Return groups of parameter indices from a user's ``groups`` argument.
+    """Convert a user's ``groups`` argument to groups of parameter indices.
 
     Args:
         groups: ``None``, a positive number, or lists of parameters.
-        order: Indices of the parameters that are trained.
-        index_of: Returns the index of a parameter, or ``None`` if the optimizer does not have it.
+        order: Indices of the trained parameters.
+        index_of: Function that returns a parameter's index, or ``None`` if it is not in the optimizer.
 
     Raises:
-        ArgumentError: ``groups`` has another type, or a parameter of the optimizer appears twice.
+        ArgumentError: ``groups`` has the wrong type, or one of the optimizer's parameters appears twice.
     """
     if groups is None or groups == 0:
         return []
@@ -48,7 +48,7 @@ def check_groups(
     result: list[tuple[int, ...]] = []
     seen: set[int] = set()
     for group in groups:
-        # Parameters that the optimizer does not have are skipped, as with named_parameters.
+        # Parameters that are not in the optimizer are skipped, like those in named_parameters.
         members = tuple(index for index in map(index_of, group) if index is not None)
         if len(set(members)) != len(members) or seen.intersection(members):
             raise ArgumentError("groups: a parameter may appear in one group only, and only once.")

@@ -10,9 +10,9 @@ from ringdance.core.request import Work
 from ringdance.training.collectives import Array, Call
 from ringdance.training.gradients.sparse import Rows
 
-# Kinds in the mask: 0 no gradient; d sparse with d sparse dimensions; AS_DENSE + d the same, but reduced as a
-# dense gradient and made sparse again; DENSE. The mask holds the maximum over the ranks, so a gradient that
-# is dense on any rank is reduced as dense. A bucket that was already sent then stays valid.
+# Kinds in the mask: 0 (no gradient), d (sparse, with d sparse dimensions), AS_DENSE + d (sparse, but reduced
+# as a dense gradient and converted back afterwards), and DENSE. The mask contains the maximum over the ranks,
+# so a gradient that is dense on any rank is reduced as dense, and a bucket that was already sent stays valid.
 AS_DENSE = 128
 DENSE = 255
 
@@ -21,7 +21,7 @@ class GradientSource(Protocol):
     """A binding's gradients, by parameter index.
 
     Attributes:
-        advice: The lines by which a script gives all ranks equal parameters and optimizer state.
+        advice: Code that a script needs to give all ranks equal parameters and optimizer state.
     """
 
     advice: str
@@ -31,13 +31,13 @@ class GradientSource(Protocol):
         """True if gradients are exchanged on their device: see ``core.exchange.device``."""
 
     def kinds(self, computed: bytearray, indices: Sequence[int] | None = None) -> bytearray:
-        """Return the kind of each parameter's gradient, or of those in ``indices``; 0 unless ``computed``."""
+        """Return the kinds of all gradients, or of those in ``indices``. 0 for those not ``computed``."""
 
     def unreduced(self, computed: bytearray) -> list[int]:
         """Return the parameters whose gradient is neither ``computed`` nor the result of an exchange."""
 
     def forget(self) -> None:
-        """Treat no gradient as the result of an exchange any more: all have been cleared."""
+        """Stop treating any gradient as the result of an exchange, because all were cleared."""
 
     def settle(self) -> None:
         """Note the end of a step. Later changes to the results of exchanges belong to the next step."""
@@ -73,16 +73,16 @@ class GradientSource(Protocol):
         """Abort the communicator for ``launch``, if it exists."""
 
     def write_back(self, indices: Sequence[int], union: bytes) -> None:
-        """Make the reduced values the gradients, each of its kind in ``union``."""
+        """Store the reduced values as gradients. Each gradient has the kind given in ``union``."""
 
     def sparse_rows(self, index: int, sparse_dims: int) -> Rows:
         """Return the entries of a sparse gradient, in any order and possibly repeated. Empty if missing.
 
-        Keys number the elements of the first ``sparse_dims`` dimensions in row-major order.
+        Keys are row-major indices into the first ``sparse_dims`` dimensions.
         """
 
     def write_back_sparse(self, index: int, sparse_dims: int, rows: Rows) -> None:
-        """Set the gradient to the entries of all ranks: ascending keys, each once."""
+        """Set the gradient to the merged entries of all ranks, which have ascending, unique keys."""
 
     def nbytes(self, index: int) -> int:
         """Return the size of the gradient in bytes."""

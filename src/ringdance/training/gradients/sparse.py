@@ -1,15 +1,16 @@
-"""Reduce gradients that hold only some rows of a table, for all frameworks.
+"""Reduce gradients that contain only some of a table's rows, for all frameworks.
 
-Rows that occur several times on a rank are first summed on that rank. One small all-reduce adds up the
-numbers of rows, so that all ranks choose the same route:
+Rows that occur several times on a rank are first summed on that rank. A small all-reduce then adds up the
+ranks' row counts, so that all ranks choose the same route:
 
 - "rows": rows are gathered, and equal rows are summed. Memory and time grow with the number of rows, not with
   the table.
 - "dense": used if the rows of all ranks together are a large part of the table, or if the table is small.
   Each rank makes a dense table, all-reduces it, and extracts the rows that any rank has used.
 
-No rank ever holds more than about one table, or the rows of all ranks: never the number of ranks times the
-table. Both routes have the same result: the rows that any rank has used, in ascending order, each once.
+A rank never needs more memory than about one table, or the rows of all ranks. In particular, it never needs
+the table's size times the number of ranks. Both routes give the same result: each row that any rank has used,
+once, in ascending order.
 While a rank has joined, only all-reduces work, so the choice is "dense". The setting ``sparse`` forces one
 of the routes.
 """
@@ -35,8 +36,9 @@ from ringdance.training.collectives import Array, Call
 _log = logging.getLogger("ringdance")
 
 ROWS, DENSE = "rows", "dense"
-# The dense route was faster on two ranks of a host when all ranks together had at least this share of the
-# table's rows (0.2 with 128 columns, 0.27 with 16, 0.45 with one), or when the table was at most this large.
+# Measured with two ranks on one host: the dense route was faster if all ranks together had at least this
+# share of the table's rows (0.2 for 128 columns, 0.27 for 16, 0.45 for one), or if the table was at most this
+# large.
 DENSE_FROM = 0.3
 SMALL_BYTES = 64 << 10
 _FEW_RUNS = 64
@@ -48,7 +50,7 @@ class Rows:
     """Some rows of a table.
 
     Args:
-        keys: Numbers of the rows, int64, shape (n,).
+        keys: Row numbers, int64, shape (n,).
         values: The part of the table for each key, shape (n, ...).
         table: Number of rows in the table, or -1 if unknown.
     """
@@ -62,19 +64,19 @@ _logged: weakref.WeakKeyDictionary[Engine, set[str]] = weakref.WeakKeyDictionary
 
 
 def merge(keys: Array, values: Array, divisor: int = 1) -> tuple[Array, Array]:
-    """Return ascending keys, each once, and the sums of their values, divided by ``divisor``.
+    """Return the unique keys in ascending order, and the sums of their values divided by ``divisor``.
 
     16-bit floats are summed and divided in float32, and rounded once.
 
     Args:
         keys: Keys, int64, shape (n,).
-        values: Values of a dtype with addition, shape (n, ...). Division needs a dtype with fractions.
-        divisor: Divisor of the sums.
+        values: Values of shape (n, ...). The dtype must support addition, and for division also fractions.
+        divisor: Number by which the sums are divided.
     """
     dtype = values.dtype
-    starts = np.flatnonzero(keys[1:] <= keys[:-1]) + 1  # Starts of ascending runs, such as one rank's keys.
+    starts = np.flatnonzero(keys[1:] <= keys[:-1]) + 1  # Where ascending runs start, such as one rank's keys.
     if len(starts):
-        order = np.argsort(keys, kind="stable")  # Rows with the same key stay in the order of the ranks.
+        order = np.argsort(keys, kind="stable")  # Rows with the same key stay in rank order.
         ascending = keys[order]
         first = np.concatenate([[True], ascending[1:] != ascending[:-1]])
         keys = ascending[first]
@@ -83,7 +85,7 @@ def merge(keys: Array, values: Array, divisor: int = 1) -> tuple[Array, Array]:
             places[order] = np.cumsum(first) - 1
             summed = np.zeros((len(keys), *values.shape[1:]), _widened(values[:0]).dtype)
             for begin, end in itertools.pairwise([0, *starts, len(places)]):
-                rows = summed.take(places[begin:end], axis=0)  # Twice as fast as indexing.
+                rows = summed.take(places[begin:end], axis=0)  # take is twice as fast as indexing.
                 rows += values[begin:end]
                 summed[places[begin:end]] = rows
             values = summed
@@ -92,7 +94,7 @@ def merge(keys: Array, values: Array, divisor: int = 1) -> tuple[Array, Array]:
             values = np.add.reduceat(values, np.flatnonzero(first), axis=0, dtype=values.dtype)
     if divisor != 1:
         values = np.ascontiguousarray(_widened(values))
-        parts = values.view(values.real.dtype)  # Divides as the engine does: complex numbers are float pairs.
+        parts = values.view(values.real.dtype)  # Like the engine, divide complex numbers as float pairs.
         values = (parts / parts.dtype.type(divisor)).view(values.dtype)
     return keys, values.astype(dtype, copy=False)
 
@@ -102,10 +104,10 @@ def _widened(values: Array) -> Array:
 
 
 def route_of(rows: int, table: int, row_bytes: int) -> str:
-    """Return the faster route for this many rows over all ranks, by density and size.
+    """Return the faster route, depending on the density and size of the rows.
 
     Args:
-        rows: Rows over all ranks, after each rank has merged its own.
+        rows: Total number of rows on all ranks, after each rank has merged its own.
         table: Number of rows in the table, or -1 if unknown.
         row_bytes: Size of a row's values.
     """
@@ -123,10 +125,10 @@ class SparseExchange:
         engine: Engine of this rank.
         parts: This rank's rows of each table. A rank without rows passes an empty part.
         names: Names of the tables for messages.
-        name: Key that matches the calls of the ranks. ``None`` matches by order.
+        name: Key that matches the ranks' calls. If ``None``, calls match by order.
         average: If True, sums are divided by the number of ranks.
-        set_id: Process set.
-        pattern: The gradients that the step has, see ``lists.pattern_of``.
+        set_id: Id of the process set.
+        pattern: Describes the step's gradients. See ``lists.pattern_of``.
 
     Attributes:
         routes: "rows" or "dense" for each table, after ``wait()``.
@@ -175,7 +177,7 @@ class SparseExchange:
                 raise error
 
     def wait(self) -> list[Rows]:
-        """Return the rows of all ranks for each table: ascending keys, each once.
+        """Return the merged rows of all ranks for each table, with ascending, unique keys.
 
         Raises:
             CollectiveError: An exchange failed.

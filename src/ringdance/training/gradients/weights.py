@@ -1,8 +1,8 @@
 """Compare the ranks' parameters during training: without a broadcast, each rank trains a different model.
 
 Nothing else would reveal that, because the gradients are averaged anyway. A binding calls ``due`` at each
-exchange of gradients. If a comparison is due, it takes a sample of its parameters, at most ``PLACES``
-elements of each, and passes it to ``compare``. Compiled programs hold the comparison's call (``call_of``),
+gradient exchange. If a comparison is due, the binding samples its parameters, at most ``PLACES`` elements
+each, and passes the sample to ``compare``. Compiled programs contain the comparison's call (``call_of``),
 which is made when they run.
 """
 
@@ -29,10 +29,10 @@ _log = logging.getLogger("ringdance")
 
 PLACES = 64
 ROW = 1 + PLACES
-_INFINITE = np.float32(1e38)  # Differences of twice this value are still finite in float32.
-# TensorFlow and Keras scripts may broadcast after the first step, which may have several exchanges.
+_INFINITE = np.float32(1e38)  # Twice this value is still finite in float32.
+# TensorFlow and Keras scripts may broadcast after the first step, which may contain several exchanges.
 _LATER = 10
-_TOLERANCE = 1e-3  # Relative to a parameter's largest element: different processors round differently.
+_TOLERANCE = 1e-3  # Relative to a parameter's largest element. Different CPUs round differently.
 
 
 class _Exchanges(Counter[_Key]):
@@ -74,15 +74,15 @@ def due(engine: Engine, set_id: int, name: str, at: int = _LATER, anew: bool = F
 
     Args:
         engine: Engine of this rank.
-        set_id: Process set.
-        name: Name of the exchange, or of the call that compares.
-        at: Number of the exchange with the first comparison.
-        anew: If True, restart the count with this exchange. Equal on all ranks.
+        set_id: Id of the process set.
+        name: Name of the exchange, or of the comparing call.
+        at: Number of the exchange at which to compare first.
+        anew: If True, restart the count with this exchange. Must be the same on all ranks.
     """
     if engine.size == 1 or engine.settings.check_weights == "off":
         return False
     counts = _counts_of(engine)
-    key = _key(engine, set_id, name)  # Not the set's id: ids of removed sets are used again.
+    key = _key(engine, set_id, name)  # Not the set's id, because ids of removed sets are reused.
     number = counts[key] = 1 if anew else counts[key] + 1
     counts.left[key] = counts.left.get(key, at) - 1
     asked = number == 1 and engine.joins > 0 and key not in counts.done
@@ -103,10 +103,10 @@ def call_of(name: str, parameters: Sequence[str], advice: str, set_id: int) -> C
     """Return the call that compares a sample.
 
     Args:
-        name: Name of the exchange of gradients.
+        name: Name of the gradient exchange.
         parameters: Names of the parameters.
-        advice: The lines that a script lacks if parameters differ.
-        set_id: Process set.
+        advice: Code that the script needs to add if parameters differ.
+        set_id: Id of the process set.
     """
     labels.note(f"allreduce.{name}.weights", name, "weights", parameters)
     name, kind = f"{name}.weights", Collective.ALLREDUCE
@@ -114,18 +114,18 @@ def call_of(name: str, parameters: Sequence[str], advice: str, set_id: int) -> C
 
 
 def rows_of(parameters: Iterable[Any], take: Callable[[Any], tuple[int, Any]]) -> Iterator[Any]:
-    """Yield for each parameter its number of elements, some of them, and zeros: ``ROW`` numbers in total.
+    """For each parameter, yield ``ROW`` numbers: its number of elements, some of them, then zeros.
 
     Args:
         parameters: Parameters of any type.
-        take: Returns a parameter's number of elements, and every ``step_of``-th of them as float32. If it
-            fails (other types, or values that cannot be read), that parameter is not compared.
+        take: Function that returns a parameter's number of elements, and every ``step_of``-th of them as
+            float32. If it fails (for other types or unreadable values), the parameter is not compared.
     """
     for parameter in parameters:
         try:
             size, values = take(parameter)
             parts = [np.array([size], np.float32), values, np.zeros(PLACES - values.shape[0], np.float32)]
-        except Exception:  # Training does not depend on the comparison.
+        except Exception:  # Training must not fail because of the comparison.
             parts = [np.zeros(ROW, np.float32)]
         yield from parts
 
@@ -136,11 +136,11 @@ def compare_if_due(
     """Count an exchange of gradients, and compare parameters if due: see ``due`` and ``call_of``.
 
     Args:
-        exchange: Name of the exchange of gradients.
+        exchange: Name of the gradient exchange.
         names: Names of the parameters.
-        advice: The lines that a script lacks if parameters differ.
-        set_id: Process set.
-        sample: Returns the sample for ``compare``.
+        advice: Code that the script needs to add if parameters differ.
+        set_id: Id of the process set.
+        sample: Function that returns the sample for ``compare``.
     """
     engine = session.engine()
     if due(engine, set_id, exchange):
@@ -184,7 +184,7 @@ def compare(engine: Engine, call: Call, sample: Array) -> None:
 
 
 def _ordered(values: Array) -> Array:
-    """Return finite numbers that keep their order: infinities are the limits, and NaN is above them."""
+    """Map values to finite numbers in the same order: infinities become the limits, and NaN lies above."""
     return np.nan_to_num(np.clip(values, -_INFINITE, _INFINITE), nan=float(1.5 * _INFINITE))
 
 

@@ -17,7 +17,7 @@ from ringdance.training.sharding import check_plan
 
 
 class Loaders:
-    """The loaders of a binding, as its methods. They yield NumPy arrays. A binding overrides ``tensor``."""
+    """A binding's loader functions, as methods. They yield NumPy arrays unless ``tensor`` is overridden."""
 
     def tensor(self, array: Any, device: Any) -> Any:
         """Return an array as a tensor on a device."""
@@ -33,7 +33,7 @@ class Loaders:
         )  # fmt: skip
 
     def memory(self, shape: tuple[int, ...], device: Any) -> np.ndarray[Any, Any]:
-        """Return memory for a batch of images that will be on a device."""
+        """Allocate memory for a batch of images that will be moved to a device."""
         return np.empty(shape, np.uint8)
 
     def image_loader(
@@ -48,20 +48,20 @@ class Loaders:
         of an epoch as ``ringdance.data.Batch`` with the binding's tensors (eager ones in TensorFlow). The
         images are uint8, of shape (n, size, size, 3). PyTorch images have shape (n, 3, size, size), in
         channels-last memory; on a CPU they are the decoded data, without a copy. The last batch of an epoch
-        may be shorter. JAX compiles a function once more for it.
+        may be shorter, in which case JAX compiles a function a second time.
 
         Args:
             dataset: A ``ringdance.data.Dataset`` or ``Synthetic``.
-            batch_size: Images per batch on each rank.
+            batch_size: Number of images per batch on each rank.
             image_size: Height and width in pixels.
-            augment: If True, take a random part of each image and flip some at random. Otherwise, the center.
+            augment: If True, crop and flip images at random. Otherwise, crop the center.
             transform: Called for each image after that, as ``transform(image, draw)``, on decoding threads.
                 It takes and returns a uint8 array of shape (size, size, 3). ``draw(low, high)`` returns
                 random numbers, the same for a sample of an epoch on any rank.
             shuffle: If True, each epoch has a different order. Default: same as ``augment``.
-            seed: Seed of the order and the augmentation.
-            threads: Decoding threads. Default: one for each core of this rank's share.
-            prefetch: Batches that are prepared ahead.
+            seed: Seed for the order and the augmentation.
+            threads: Number of decoding threads. Default: one per core in this rank's share.
+            prefetch: Number of batches to prepare ahead.
             drop_last: Skip the last batch of an epoch if the global batch is short.
             read_bytes: Bytes to read from a file at once if the order is shuffled. 0 reads each image
                 separately. Default: 2 MiB for data sets of more than 16 GiB, otherwise 0.
@@ -109,11 +109,11 @@ class Loaders:
 
         Args:
             table: A ``ringdance.data.Table``.
-            batch_size: Rows per batch on each rank.
+            batch_size: Number of rows per batch on each rank.
             shuffle: If True, each epoch has a different order of blocks of 256 rows. Otherwise, file order.
-            seed: Seed of the order.
-            threads: Threads that read and parse.
-            prefetch: Batches that are prepared ahead.
+            seed: Seed for the order.
+            threads: Number of threads that read and parse.
+            prefetch: Number of batches to prepare ahead.
             drop_last: Skip the last batch of an epoch if the global batch is short.
             process_set: Ranks among which the rows are divided.
             device: Device of the tensors, as in ``image_loader``.

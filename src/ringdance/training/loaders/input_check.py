@@ -56,12 +56,13 @@ class WatchedLoader:
     """A loader with an endless epoch. It stops the script once it has been measured.
 
     Args:
-        loader: Loader to measure. Attributes that this class does not have are taken from it.
-        part: "loader": drop the batches. "step": yield the first batches again and again. "both".
+        loader: Loader to measure. Attributes missing from this class are looked up in the loader.
+        part: What to measure. "loader" drops the batches, and "step" repeats the first ones. "both" does
+            neither.
         seconds: Length of the measurement, after a warm-up.
     """
 
-    _measured: WatchedLoader | None = None  # The loader that was iterated first.
+    _measured: WatchedLoader | None = None  # The first loader to be iterated.
 
     def __init__(self, loader: Iterable[Any], part: str, seconds: float) -> None:
         self.source, self.part, self._seconds = loader, part, seconds
@@ -94,7 +95,7 @@ class WatchedLoader:
         return iter(self)
 
     def begin(self) -> bool:
-        """Return True if this loader is measured, which is the first one iterated."""
+        """Return True if this loader is the one to measure, which is the first to be iterated."""
         if WatchedLoader._measured is None:
             WatchedLoader._measured = self
             self._start()
@@ -118,7 +119,7 @@ class WatchedLoader:
             raise SystemExit(0)
 
     def drawn(self) -> Iterator[Any]:
-        """Yield batches without end. For the step alone, yield the first ones again and again."""
+        """Yield batches endlessly. To measure the step alone, repeat the first batches."""
         if self.part == "step":
             if self._kept is None:
                 self._kept = itertools.cycle(list(self._first()))  # Before the clock starts.
@@ -156,7 +157,7 @@ class WatchedLoader:
     def _is_complete(self) -> bool:
         """Return True if the measurement has lasted long enough. Start it after the warm-up.
 
-        If steps are measured, the ranks agree, because each must stop after the same step. They communicate
+        If steps are measured, the ranks agree, because all must stop after the same step. They communicate
         after increasing numbers of batches, which costs next to nothing. Otherwise, the ranks wait for each
         other only at the end.
         """

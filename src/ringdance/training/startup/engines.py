@@ -36,12 +36,12 @@ def start_by_mpi(comm: Any, settings: Settings, monitor: RankMonitor) -> Engine:
     Args:
         comm: The argument of ``init()``.
         settings: Settings of the engine.
-        monitor: Has the memory for the engine's records.
+        monitor: Provides the memory for the engine's records.
 
     Raises:
-        LaunchError: The launcher and the MPI library do not belong together, MPI is missing, or a scheduler
+        LaunchError: The launcher and the MPI library do not match, MPI is missing, or a scheduler
             has allocated several hosts to the job and this process is the only one.
-        ArgumentError: ``comm`` is of another type, or this process is not in it.
+        ArgumentError: ``comm`` has the wrong type, or does not include this process.
     """
     launched, loaded = launched_size(), "mpi4py.MPI" in sys.modules
     if comm is None and (launched is None or (launched == 1 and not loaded)):
@@ -117,7 +117,7 @@ def _check_hosts(size: int) -> None:
 def _transport_arguments(settings: Settings, size: int) -> dict[str, Any]:
     """Return the arguments of every transport. ``size`` is an upper bound of the number of ranks."""
     common = {name: getattr(settings, name) for name in COMMON}
-    # Not from the package's metadata, which a source tree on PYTHONPATH does not have.
+    # Not from the package's metadata, which is missing if a source tree is on PYTHONPATH.
     common["the version of ringdance"] = sys.modules["ringdance"].__version__
     return {
         "window_bytes": buffer_bytes(settings, tuned=True),
@@ -126,7 +126,7 @@ def _transport_arguments(settings: Settings, size: int) -> dict[str, Any]:
 
 
 def launched_size() -> int | None:
-    """Return the number of processes that a launcher claims to have started, or None without a launcher."""
+    """Return the number of processes that the launcher claims to have started, or None if there is none."""
     if not any(name in os.environ for name in RANK_NAMES):
         return None
     return next((int(os.environ[name]) for name in SIZE_NAMES if os.environ.get(name, "").isdigit()), 1)

@@ -1,4 +1,4 @@
-"""What a rank writes into its environment, and what the processes that it starts read there."""
+"""Environment variables that a rank sets, and that its child processes read."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def mark_children(engine: Engine, by_mpi: bool) -> None:
 
 @dataclass(frozen=True)
 class ParentRank:
-    """The rank that started this process, as it has described itself in the environment.
+    """The rank that started this process, as described in the environment.
 
     Attributes:
-        pid: Its process id.
-        place: Its ``rank``, ``size``, ``local_rank`` and so on, by name.
-        launch: Variables of its launch. A process of another launch has other values.
+        pid: The rank's process id.
+        place: The rank's ``rank``, ``size``, ``local_rank`` and so on, by name.
+        launch: Variables set by the rank's launch. Processes started by another launch have different values.
     """
 
     pid: int
@@ -65,7 +65,7 @@ class ParentRank:
         return cls(**fields) if same else None
 
     def outside_engine(self, settings: Settings) -> Engine:
-        """Return an engine that is in no job and answers for this rank."""
+        """Return an engine that is not in a job and reports the parent's rank and size."""
         transport = OutsideTransport(self.place["rank"], self.place["size"], self.pid)
         outside = Engine(transport, settings, threaded=False)
         vars(outside).update(self.place)

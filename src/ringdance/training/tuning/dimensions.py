@@ -8,7 +8,7 @@ from typing import Any
 from ringdance.training.tuning.search import Dimension
 
 _CYCLES = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0)
-_SKIPS = {"overlap": 4}  # steps until the gradients' fast path is available again
+_SKIPS = {"overlap": 4}  # Steps until the fast path for gradients is available again.
 
 
 def dimensions_of(
@@ -21,10 +21,10 @@ def dimensions_of(
 
     Args:
         answers: Each rank's description of itself. Rank 0's settings apply to all.
-        file: Values that the job has from a file.
-        largest: Maximum all-reduces and bytes per round, and maximum bytes per batch.
-        rooms: Maximum bytes of ``chunk_bytes`` and ``wire_bytes``.
-        small: Size in bytes up to which a batch is not split.
+        file: Values that the job has read from a file.
+        largest: Maximum number of all-reduces and bytes per round, and maximum bytes per batch.
+        rooms: Upper bounds, in bytes, for ``chunk_bytes`` and ``wire_bytes``.
+        small: Batches of up to this many bytes are not split.
         hosts: True if the stage within hosts can be skipped.
     """
     requests, in_round, in_batch = largest
@@ -44,7 +44,7 @@ def dimensions_of(
         settings = [what["tunables"].get(name, [None, 0]) for what in answers]
         if any(current is None for current, _ in settings):
             continue
-        # One value for all replaces each rank's own, which may differ.
+        # A single value for all ranks replaces each rank's own value, which may differ.
         start = file.get(name, min(current for current, _ in settings))
         most = max(start, min(most for _, most in settings))
         powers = (0, 1) if name == "overlap" else (*_powers(1, int(most)), most)
@@ -59,7 +59,7 @@ def _powers(least: int, most: int) -> tuple[int, ...]:
 
 
 def _sizes(least: int, whole: int, start: float) -> tuple[int, ...]:
-    """Return the sizes to try. From ``whole`` up all are equivalent, and ``start`` can stand for them."""
+    """Return the sizes to try. Sizes from ``whole`` up are equivalent, and ``start`` can represent them."""
     return tuple(size for size in _powers(least, whole) if size < whole or start < whole)
 
 

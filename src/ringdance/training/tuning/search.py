@@ -1,7 +1,7 @@
 """Search for the fastest values while a job trains, by coordinate descent on noisy step times.
 
-The search is a pure function of the times that it receives. Ranks that pass the same times get the same
-answers. So it uses no clock, no random numbers, and no function whose last bit depends on the machine.
+The search is a pure function of the times that it receives, so ranks that pass the same times get the same
+answers. It therefore uses no clock, no random numbers, and no function whose last bit depends on the machine.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from math import sqrt
 from statistics import median
 from typing import NamedTuple
 
-Point = tuple[int, ...]  # an index into the values of each dimension
+Point = tuple[int, ...]  # One index per dimension, into its values.
 
-_PROBE = 2  # steps of the first look at a point
-# Passes over the dimensions: strides through the values, and the maximum number of turns per comparison.
+_PROBE = 2  # Number of steps in the first look at a point.
+# Passes over the dimensions: the strides through the values, and the maximum number of turns per comparison.
 _PASSES = (((2,), 1), ((2, 1), 1), ((2, 1), 2))
-_RECENT = 12  # only a point's latest steps count, because the machine's speed drifts
-_LEAST_NOISE = 0.01  # share of a step's time that is assumed even if few steps show less
-_WORTH = 0.02  # a smaller gain does not count
-_CLEAR = 0.25  # a gain that does not need a second look
-# Turns that decide without a contradiction, and with a single one. By chance this happens in 1% of cases.
+_RECENT = 12  # Only a point's most recent steps count, because the machine's speed drifts.
+_LEAST_NOISE = 0.01  # Minimum noise, as a share of a step's time. A few steps may show less by chance.
+_WORTH = 0.02  # Smaller gains are ignored.
+_CLEAR = 0.25  # A gain this large does not need a second look.
+# Number of turns that decide if none disagrees, and if one disagrees. By chance, this happens in 1% of cases.
 _PAIRS = 8, 11
-_TURN = 3  # steps of the start, and of the best point, per turn of the final comparison
-_EXPOSED = 0.03  # share of a step that training waits, above which exchanges are worth tuning
+_TURN = 3  # Steps at the start point, and at the best point, in each turn of the final comparison.
+_EXPOSED = 0.03  # Exchanges are worth tuning if training waits for more than this share of a step.
 
 
 @dataclass(frozen=True)
@@ -34,12 +34,13 @@ class Dimension:
 
     Attributes:
         name: Name of the setting.
-        values: Ascending if they are ordered. Along them, the step time falls and then rises.
+        values: The values to try, in ascending order if they have one. Step times are assumed to fall along
+            them, then rise.
         start: Index of the value with which the job starts.
         toward: Direction in which to look first, 1 or -1.
-        skip: Steps to ignore after a change.
-        of_exchange: True if a gain cannot exceed the time in which training waits for an exchange.
-        usual: Index of the value that suits most jobs; None if unknown.
+        skip: Number of steps to ignore after a change.
+        of_exchange: True if a gain cannot exceed the time that training waits for exchanges.
+        usual: Index of the value that suits most jobs, or None if unknown.
     """
 
     name: str
@@ -52,7 +53,7 @@ class Dimension:
 
 
 class Trial(NamedTuple):
-    """The next trial: ``skip`` steps to ignore with the values of ``point``, then ``steps`` to measure."""
+    """The next trial: use the values of ``point``, ignore ``skip`` steps, then measure ``steps`` steps."""
 
     point: Point
     skip: int
@@ -60,7 +61,7 @@ class Trial(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """The steps of a trial: seconds of each step, and the share of them in which training waited."""
+    """A trial's measurements: the duration of each step in seconds, and the share that training waited."""
 
     times: Sequence[float]
     exposed: float
@@ -79,8 +80,8 @@ class Outcome:
 
     Attributes:
         point: Values to continue with.
-        gain: Share of a step's time that they save over those at the start; 0.0 if they are the same.
-        error: Half the width of the gain's interval.
+        gain: Share of a step's time saved compared with the start values. 0.0 if the values are the same.
+        error: Half the width of the gain's confidence interval.
     """
 
     point: Point
@@ -89,12 +90,12 @@ class Outcome:
 
 
 class Judgment(NamedTuple):
-    """Result of comparing two settings in turns.
+    """Result of comparing two settings by running them alternately.
 
     Attributes:
-        gained: True if the second is certainly faster, False if that cannot be said, None to take more turns.
-        gain: Share of the first one's time that the second saves; median of the turns.
-        error: Half the width of the gain's interval.
+        gained: True if the second is certainly faster, False if not certain, None if more turns are needed.
+        gain: Share of the first setting's time that the second saves (median over the turns).
+        error: Half the width of the gain's confidence interval.
     """
 
     gained: bool | None
@@ -103,18 +104,17 @@ class Judgment(NamedTuple):
 
 
 def order(turn: int) -> tuple[int, int]:
-    """Return which of two goes first in a turn, so that nothing periodic always meets the same one.
+    """Return the order of two settings in a turn, so that periodic noise does not always hit the same one.
 
-    This is the Thue-Morse sequence.
+    The order follows the Thue-Morse sequence.
     """
     return (1, 0) if turn.bit_count() % 2 else (0, 1)
 
 
 def judge(turns: Sequence[Sequence[float]]) -> Judgment:
-    """Judge whether the second is faster, by the times of the first and the second in turns.
+    """Judge whether the second setting is faster, given the times of both settings in each turn.
 
-    The signs of the differences decide, because no distribution fits other programs, which take cores for
-    seconds.
+    This is a sign test. Other programs may take cores for seconds, and no distribution models that.
     """
     gains = sorted((first - second) / max(first, second) for first, second in turns)
     against = sum(gain <= 0 for gain in gains)
@@ -142,12 +142,12 @@ class Search:
 
     Args:
         dimensions: Dimensions in the order in which to try them.
-        steps: Steps to measure of a point at a time, except in the first look.
+        steps: Number of steps to measure at a point each time, except in the first look.
         limit: Maximum number of steps before the final comparison.
 
     Attributes:
         best: Best point so far.
-        used: Steps so far.
+        used: Number of steps used so far.
         history: Point, times and verdict of each trial.
     """
 
@@ -161,13 +161,14 @@ class Search:
     _times: dict[Point, list[float]] = field(default_factory=lambda: defaultdict(list))
     _worse: set[Point] = field(default_factory=set)
     _pairs: int = 1
-    _flat: set[str] = field(default_factory=set)  # dimensions that make no difference
+    _flat: set[str] = field(default_factory=set)  # Dimensions that make no difference.
 
     def run(self) -> Generator[Trial, Measured, Outcome]:
         """Yield trials, receive their measurements, and return the outcome."""
         start = self.best = self.start
         yield from self._measure(start, "start", 2 * self.steps)
-        # From a bad start, the usual values gain more together than noise can hide. Each alone gains little.
+        # From a bad start, changing to all usual values at once gains more than noise can hide. Changing them
+        # one at a time gains little.
         usual = tuple(dim.start if dim.usual is None else dim.usual for dim in self.dimensions)
         self._pairs = 3
         if usual != start and self.exposed >= _EXPOSED and (yield from self._try(usual)) == "better":
@@ -180,7 +181,7 @@ class Search:
                 self._pairs = pairs
                 moved |= yield from self._descend(number, strides)
             if not moved and (len(strides) > 1 or self.best == start):
-                break  # two values away it is not faster either way: values in between gain little
+                break  # Two values away is not faster either way, so values in between gain little.
         return (yield from self._verify())
 
     @property
@@ -189,7 +190,7 @@ class Search:
         return tuple(dim.start for dim in self.dimensions)
 
     def _spent(self) -> bool:
-        """Return True once not enough steps are left for a change and a sample."""
+        """Return True once too few steps are left for another change and sample."""
         longest = self.steps + max((dim.skip for dim in self.dimensions), default=0)
         return self.limit - self.used < longest
 
@@ -229,19 +230,19 @@ class Search:
                     if verdicts[-1] != "better":
                         break
                     moved, self.best = True, candidate
-                if "better" in verdicts:  # then the other direction is worse
+                if "better" in verdicts:  # The other direction is worse then.
                     break
             seen = verdicts.count("same")
-            # At a border there is a single verdict, which may be chance if the stride is long.
+            # At either end there is only one verdict, which may be chance if the stride is long.
             if not moved and seen == len(verdicts) and seen > (stride > 1):
                 self._flat.add(dim.name)
                 break
         return moved
 
     def _try(self, candidate: Point) -> Generator[Trial, Measured, str]:
-        """Compare a point with the best one, in turns. Returns "better", "same", "worse" or "unclear"."""
+        """Compare a point and the best one alternately. Returns "better", "same", "worse" or "unclear"."""
         verdict = ""
-        self._times[candidate].clear()  # times measured next to another point say little
+        self._times[candidate].clear()  # Times measured alongside another point say little.
         turns = [(candidate, _PROBE), (candidate, self.steps), (self.best, self.steps)]
         for point, steps in turns + turns[1:] * (self._pairs - 1):
             yield from self._measure(point, "best" if point == self.best else "tried", steps)
@@ -261,7 +262,7 @@ class Search:
         return compare(self._recent(self.best), self._recent(candidate))
 
     def _verdict(self, candidate: Point) -> str:
-        """Return what is certain, or "" if nothing is. In a short first look, a peak must not decide."""
+        """Return the verdict, or "" if uncertain. A single peak must not decide a short first look."""
         times = self._recent(candidate)
         few = len(times) < self.steps
         difference, error = compare(self._recent(self.best), [min(times)] if few else times)
@@ -276,7 +277,7 @@ class Search:
         return ""
 
     def _verify(self) -> Generator[Trial, Measured, Outcome]:
-        """Compare the best point with the start again, because the first steps may just have been slow."""
+        """Compare the best point with the start again, because the first steps may have been slow."""
         turns: list[list[float]] = []
         while (judgment := judge(turns)).gained is None and self.best != self.start:
             turns.append([0.0, 0.0])
