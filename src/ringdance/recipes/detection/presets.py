@@ -91,7 +91,7 @@ _TORCHVISION = "github.com/pytorch/vision, references/detection/README.md and tr
 
 
 def _gluoncv(devices: int, expected: str) -> Preset:
-    """Return a published MXNet run: one image per device, and a rate of 0.00125 per image in the global batch."""
+    """Return a published MXNet run: one image per device, with a rate of 0.00125 per image."""
     return Preset(
         batch_size=1, devices=devices, rate=0.00125 * devices, epochs=26, warmup_steps=1000,
         warmup_start=1 / 3, milestones=(17, 23), source=_GLUONCV, expected=expected,

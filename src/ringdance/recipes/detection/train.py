@@ -264,7 +264,7 @@ class DetectionModel:
         return f"{when}: {shares} of {found['count']:,} images"
 
     def average_statistics(self) -> None:
-        """Do nothing: none of the normalization layers keeps running statistics."""
+        """Do nothing: none of the normalization layers updates running statistics."""
 
     def state(self) -> dict[str, Array]:
         """Return copies of everything that a checkpoint needs."""
@@ -346,7 +346,7 @@ def main() -> None:
     if torch.cuda.is_available():
         device = torch.device("cuda", hvd.local_rank() % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    torch.manual_seed(given.seed)  # same initial weights on all ranks; reseeded below so that ranks sample different regions
+    torch.manual_seed(given.seed)  # equal weights on all ranks; reseeded below so that regions differ
     data, check, split = splits(given)
     model = DetectionModel(given, preset, max(data.classes, check.classes), device, check)
     if given.weights:

@@ -78,7 +78,7 @@ _MLPERF = "MLPerf reference convergence points, github.com/mlcommons/logging, tr
 
 
 def _goyal(devices: int, expected: str) -> Preset:
-    """Return the paper's recipe: 32 images per device, and a rate of 0.1 per 256 images in the global batch."""
+    """Return the paper's recipe: 32 images per device, with a rate of 0.1 per 256 images."""
     return Preset(
         batch_size=32, devices=devices, optimizer="sgd", rate=0.1 * 32 * devices / 256, schedule="step",
         milestones=(30, 60, 80), warmup_epochs=5, warmup_start=0.1, epochs=90, label_smoothing=0.0,

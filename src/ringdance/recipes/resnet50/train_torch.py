@@ -111,7 +111,7 @@ def resnet50(classes: int, width: int) -> nn.Module:
 
 
 def of_torchvision(name: str, classes: int, size: int) -> tuple[nn.Module, Any, Any]:
-    """Build a torchvision classifier. Also returns the mean and standard deviation of pixels that it expects."""
+    """Build a torchvision classifier. Also returns the pixel mean and standard deviation that it expects."""
     try:
         from torchvision import models  # type: ignore[import-not-found,import-untyped,unused-ignore]
     except (ImportError, RuntimeError) as error:
@@ -300,7 +300,7 @@ class TorchImageModel:
         torch_state.restore(state, self.inner, self.scaler, model=self.model)
 
     def load_weights(self, file: str) -> list[str]:
-        """Load a state dict. A head for other classes is not loaded, and its parameters are returned by name."""
+        """Load a state dict. Returns the names of a head's parameters that do not fit and were not loaded."""
         head = [*self.model.state_dict()][-1].rpartition(".")[0] + "."
         return torch_state.load_weights(self.model, file, lambda name: name.startswith(head))
 
