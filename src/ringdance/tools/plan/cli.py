@@ -222,7 +222,14 @@ def _cell(value: float | str | None) -> str:
 def assumptions(
     load: Workload, on: Instance, options: PlanOptions, rounded: Sequence[tuple[int, Row]] = ()
 ) -> list[str]:
-    """List a plan's assumptions as sentences. ``rounded`` has the requested numbers of ranks and their rows."""
+    """List a plan's assumptions as sentences.
+
+    Args:
+        load: The step.
+        on: The kind of machine.
+        options: Options of the plan.
+        rounded: Requested numbers of ranks that do not fill whole machines, each with the row used instead.
+    """
     per_host = options.per_host(load, on)
     base = machine(load, on, per_host)
     how = "MPI over TCP" if load.cores else "NCCL"

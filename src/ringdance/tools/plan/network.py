@@ -132,7 +132,7 @@ class Group:
     early: dict[tuple[int, int], list[float]] = field(default_factory=dict)
 
     def arrive(self, number: int, member: int, time: float) -> None:
-        """Deliver a part of a member's ``number``-th collective, even if the member has not started it yet."""
+        """Deliver a part of a member's ``number``-th collective, which it may not have started yet."""
         if (number, member) in self.pending:
             self.pending[number, member].arrived(time)
         else:
@@ -147,7 +147,7 @@ class SimulatedTransport(Transport):
         group: The communicator.
         rank: Rank in the communicator.
         identities: Identities of all members.
-        host_group: Group of the members on this host.
+        host_group: Ranks of the members on this host.
 
     Attributes:
         cross: Group of the ranks with this local index on all hosts, for ``hierarchy``.
@@ -194,7 +194,7 @@ class SimulatedTransport(Transport):
         return pending
 
     def _leave(self, member: int, nbytes: int, count: int, last: float) -> Callable[[float], None]:
-        """Return the event that starts to send ``count`` messages. The core hands over the last one at ``last``."""
+        """Return the event that starts sending ``count`` messages. The last one is available at ``last``."""
         number, source, target = self._number, self.core.host, self.group.hosts[member]
         machine, seconds = self.core.machine, nbytes / self.core.machine.bandwidth
 
@@ -227,7 +227,7 @@ class SimulatedTransport(Transport):
         machine, numbers, end, busy = self.core.machine, self.group.numbers, time, 0.0
         for member, transport in self.group.executed.items():
             host = transport.core.host
-            if not member or numbers[member] != numbers[member - 1]:  # one member per host sends to other hosts
+            if not member or numbers[member] != numbers[member - 1]:  # count each host once
                 traffic = allreduce_traffic(numbers[-1] + 1, numbers[member], nbytes, in_place)
                 sent, messages, path, rounds = traffic
                 host.out_free = max(host.out_free, time) + sent / machine.bandwidth
