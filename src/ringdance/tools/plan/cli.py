@@ -37,7 +37,7 @@ GPU), rdma (true or false), tcp_gbits (maximum that NCCL reaches over TCP), pric
 (date of the price). A plan ends with its assumptions.
 """
 _HOURS = {"h": 1.0, "m": 1 / 60, "min": 1 / 60, "s": 1 / 3600, "d": 24.0}
-_MOST, _FAR = 512, 64  # maximum number of hosts; maximum ratio of predicted to measured ranks
+_MOST, _FAR = 512, 64  # maximum number of hosts; multiple of the measured ranks above which to warn
 _COLUMNS = {
     "ranks": "ranks", "hosts": "hosts", "samples/s": "samples_per_second", "by rank": "efficiency",
     "by host": "host_efficiency", "step": "step_seconds", "exposed": "exposed_seconds",

@@ -286,7 +286,7 @@ def predict(load: Workload, on: Instance, ranks: int, options: PlanOptions) -> R
     skew = load.spread * expected_largest(size) + options.host_spread * load.compute * expected_largest(hosts)
     busy = max(1.0, load.cores * per_host / on.cores)  # ranks share the cores
     slow = load.slower((load.compute + skew) / load.compute * busy)
-    if load.cores and load.cores * per_host >= on.cores:  # without idle cores, exchanges follow the backward pass
+    if load.cores and load.cores * per_host >= on.cores:  # no idle core: exchanges follow the backward pass
         slow = replace(slow, gradients=tuple((size, slow.compute) for size, _ in slow.gradients))
     step = simulate(
         base, hosts, per_host, slow.gradients, slow.compute, wire_dtype=options.wire, settings=Settings()

@@ -137,7 +137,7 @@ class _Job:
         self.memory = np.empty(max(longest, buffer_bytes(self.settings)), np.uint8)
 
     def start(self, hosts: int, ranks_per_host: int, all_hosts: bool) -> list[Core]:
-        """Create the executed ranks, and start their programs."""
+        """Create the executed ranks and their programs."""
         clock, executed = Clock(), hosts if all_hosts else 1
         numbers = [host for host in range(hosts) for _ in range(ranks_per_host)]
         identities = tuple(Identity(rank, f"host{host}", 0) for rank, host in enumerate(numbers))
@@ -191,7 +191,7 @@ class _Job:
                 since = max(core.now, self.ready[done])
 
     def _due(self, since: float) -> float:
-        """Return the time at which a round starts: when the engine is due to, or when training has to wait."""
+        """Return when a round starts: when the engine is due to start it, or when the computation ends."""
         cycle = self.settings.cycle_time * 1e-3
         due = since + cycle
         for ready in self.ready:

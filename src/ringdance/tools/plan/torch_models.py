@@ -28,7 +28,7 @@ def mlp() -> nn.Module:
 
 
 def convnet(size: int) -> nn.Module:
-    """Build a network of three convolutions and two dense layers, with 8.5 M parameters for 32-pixel images."""
+    """Build a network of three convolutions and two dense layers (8.5 M parameters for 32-pixel images)."""
     return nn.Sequential(
         nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
         nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(),
