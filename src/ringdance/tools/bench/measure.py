@@ -102,7 +102,7 @@ def measure(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _block(step: Step, count: int) -> tuple[float, float]:
-    """Return the mean seconds per step over ``count`` steps, and the last loss. Synchronizes the ranks first."""
+    """Return the mean seconds per step over ``count`` steps, and the last loss. All ranks start together."""
     ringdance.numpy.barrier()
     began = time.perf_counter()
     for _ in range(count):

@@ -1,4 +1,4 @@
-"""``ringdance tune threads``: find the fastest thread count, binding and ranks per host for training on CPUs."""
+"""``ringdance tune threads``: find the fastest threads, binding and ranks per host for training on CPUs."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ examples:
 
 exit code: 0 if a trial was measured, 1 if not, 2 for a wrong argument, 130 after Ctrl-C"""
 _POLL, _WORTH = 0.2, 0.02  # seconds between polls; smallest gain that counts
-_TURNS = 5  # runs per setting: the chance that equal settings separate completely is 1 in C(10, 5) = 252
+_TURNS = 5  # runs per setting: of two equal settings, the second wins all comparisons once in C(10, 5) = 252
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TF_NUM_INTRAOP_THREADS")
 _BINDS = {"off": [0], "on": [1], "both": [0, 1]}
 

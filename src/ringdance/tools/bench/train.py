@@ -75,7 +75,7 @@ exit code: 0 if all sizes were measured, 2 for a wrong argument or a failed run"
 
 
 def _in_ranks(given: Mapping[str, Any]) -> Any:
-    # Passed by name, because this process must not import a framework.
+    # Imported late and by name, because the process that starts the ranks must not import a framework.
     return importlib.import_module("ringdance.tools.bench.measure").measure(given)
 
 
@@ -234,7 +234,7 @@ def _train(given: argparse.Namespace) -> int:
 
 
 def _threads(largest: JobSpec) -> int:
-    """Return the threads per rank: the user's choice, or a host's cores divided by the most ranks it will run."""
+    """Return the threads per rank: the user's choice, or a host's cores divided by the most ranks on it."""
     prepared = prepare(largest)
     prepared.close()
     if prepared.plan.threads:
