@@ -151,7 +151,7 @@ def _image_fault(one: Fields, directory: Path) -> str:
         return f"{name}: {getattr(error, 'strerror', error)}"
     try:
         height, width = decode(data).shape[:2]
-    except Exception as error:  # Pillow's decoders raise many kinds
+    except Exception as error:  # Pillow's decoders raise many different exceptions
         return f"{name} cannot be decoded: {error}"
     if (width, height) != (one.get("width"), one.get("height")):
         return f"{name} has {width} x {height} pixels, not {one.get('width')} x {one.get('height')}"

@@ -46,8 +46,8 @@ def judge(run: RunMetrics, uneven: float = 0.0) -> Limit:
 
     Args:
         run: Metrics of the run.
-        uneven: Share of the time in which even the slowest rank waits until others have submitted requests,
-            taken from the timeline. A different rank is late each time, so metrics alone would count this
+        uneven: Share of the time that every rank spends waiting for others to submit requests, taken from the
+            timeline. A different rank is late each time, so metrics alone would count this
             time as communication.
     """
     communication, skew = max(0.0, run.communication - uneven), run.skew

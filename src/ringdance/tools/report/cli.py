@@ -79,7 +79,7 @@ def trace_of(run: RunMetrics, file: Path | None) -> list[RankTimes]:
 
 
 def uneven_share(trace: Sequence[RankTimes]) -> float:
-    """Return the share of the time in which even the slowest rank waits until others submit their requests."""
+    """Return the share of the time that every rank spends waiting for others to submit their requests."""
     return min((float(rank.parts["negotiate"].sum() / rank.steps.sum()) for rank in trace), default=0.0)
 
 

@@ -99,7 +99,7 @@ class RankTimes:
         whole |= not whole.any()  # if every step has gaps, use all steps but exclude the gaps
 
         def cover(thread: str, name: str = "") -> Cover:
-            """Return a thread's spans, or only those called ``name``. The clock stops while records are lost."""
+            """Return a thread's spans, or only those called ``name``, on a clock that skips lost records."""
             spans = np.array([(a, b) for text, a, b in self.threads.get(thread, ()) if name in ("", text)])
             return Cover((spans - gaps.until(spans)).tolist())
 

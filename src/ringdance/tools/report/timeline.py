@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def milliseconds(seconds: float) -> str:
-    """Format a time in milliseconds with three significant digits."""
+    """Format a time in milliseconds with up to three significant digits."""
     value = seconds * 1000
     return f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2}f}"
 
