@@ -97,7 +97,7 @@ class Batches:
         self._follow = plan.shuffle
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute. Drops prepared batches for the next epoch, because they did not depend on it."""
+        """Set an attribute. Drops the next epoch's batches, which were prepared without it."""
         super().__setattr__(name, value)
         if not name.startswith("_") and getattr(self, "_following", None):
             self._drop_following()
@@ -123,7 +123,7 @@ class Batches:
         return len(self.plan)
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the remaining batches of the epoch. Its threads stop when the iteration ends, even if early."""
+        """Yield the remaining batches of the epoch. Its threads stop with the iteration, even if that is early."""
         return map(self.convert, self.batches())
 
     def parts(self, epoch: Epoch) -> Iterator[Any]:
@@ -159,7 +159,7 @@ class Batches:
                 self._drop_following()
 
     def _begun(self) -> Epoch:
-        """Return the epoch to iterate over: the one prepared in advance, if it matches the current settings."""
+        """Return the epoch to iterate over: the one prepared in advance, if that matches."""
         wanted = self.plan.epoch, self.plan.position
         following, self._following = self._following, None
         if following and following.process == os.getpid():

@@ -65,7 +65,7 @@ _READ_AHEAD = 4  # batches between the start of reading a piece and decoding its
 
 
 def piece_of(dataset: Any, read_bytes: int | None) -> int:
-    """Return how many samples to read at once, or 0 to read each separately. Must be the same on all ranks."""
+    """Return how many samples to read at once, or 0 for each separately. Must be the same on all ranks."""
     if not hasattr(dataset, "will_need") or not len(dataset):
         return 0
     size = max(1, sum(file.size for file in dataset.files))

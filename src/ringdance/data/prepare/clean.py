@@ -13,7 +13,7 @@ from ringdance.data.files import needed
 
 QUALITY = 95
 """JPEG quality of images that are encoded again."""
-_EXIF_WITHIN = 4096  # bytes to search: EXIF is in a JPEG's first or second segment
+_EXIF_WITHIN = 4096  # bytes that are searched: EXIF is a JPEG's first or second segment
 
 
 class BrokenImage(Exception):
@@ -39,13 +39,11 @@ class Cleaned:
 def clean(data: bytes, resize: int = 0) -> Cleaned:
     """Check and convert an image.
 
-    The whole image is decoded, but at an eighth of its size. This also finds damage, and takes a third less
-    time.
+    The whole image is decoded, but at an eighth of its size: that finds damage in a third less time.
 
     Args:
         data: Encoded image.
-        resize: Target for the shorter side, in pixels. Smaller images are not resized. If 0, no image is
-            resized.
+        resize: Target for the shorter side, in pixels. Smaller images are not resized, and with 0 none are.
 
     Raises:
         BrokenImage: The image cannot be decoded.
@@ -69,7 +67,7 @@ def _orientation(data: bytes) -> int:
     """Return EXIF's orientation. 1 is upright; 0 is unreadable, which viewers treat as upright."""
     try:
         return int(needed("PIL.Image").open(io.BytesIO(data)).getexif().get(0x0112, 1))
-    except Exception:  # Pillow's parser raises many different exceptions
+    except Exception:  # Pillow's parser raises many kinds
         return 0
 
 
@@ -104,7 +102,7 @@ def _converted(data: bytes, resize: int, problem: str) -> Cleaned:
                 note = problem if image.format == "JPEG" else f"{image.format} instead of JPEG"
                 needed("PIL.ImageOps").exif_transpose(image, in_place=True)
                 rgb = images.as_rgb(image)
-    except Exception as error:  # of many different types, some with an object's address in the message
+    except Exception as error:  # Pillow's decoders raise many kinds, some with an object's address
         text = re.sub(r" <_io.BytesIO object at \w+>", "", str(error))
         raise BrokenImage(f"{problem}; {text}" if data[:2] == b"\xff\xd8" else text) from None
     width, height = rgb.size

@@ -35,7 +35,7 @@ class Checked:
 def prepare(
     source: Path, destination: Path, splits: Sequence[str], max_broken: int | None
 ) -> int:
-    """Write the annotations without broken entries, and links to the images.
+    """Write the annotations without broken entries, and create links to the images.
 
     Args:
         source: Directory with ``annotations/instances_SPLIT.json``, and the images in ``SPLIT``.
@@ -123,7 +123,7 @@ def check(table: Fields, directory: Path) -> Checked:
 
 
 def _unique(found: Checked, table: Fields, part: str) -> Iterator[Fields]:
-    """Yield the entries whose number no earlier entry has."""
+    """Yield the entries, except those that repeat an earlier entry's number."""
     seen, what = set[int](), _ONE[part]
     for place, entry in enumerate(table[part]):
         number = entry.get("id") if isinstance(entry, dict) else None
