@@ -123,7 +123,7 @@ class Batches:
         return len(self.plan)
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the remaining batches of the epoch. Its threads stop with the iteration, even if that is early."""
+        """Yield the remaining batches of the epoch. Leaving the loop early also stops its threads."""
         return map(self.convert, self.batches())
 
     def parts(self, epoch: Epoch) -> Iterator[Any]:

@@ -1,4 +1,4 @@
-"""A cache of a data set's open files. Keeps as many recently used files open as the process's limit allows."""
+"""A cache of open data files. Keeps as many recently used files open as the process's limit allows."""
 
 from __future__ import annotations
 

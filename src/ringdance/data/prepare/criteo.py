@@ -1,4 +1,4 @@
-"""``ringdance data prepare criteo``: find click-log files, shuffle their rows in two passes, and index them."""
+"""``ringdance data prepare criteo``: find the files, shuffle rows in two passes, and write an index."""
 
 from __future__ import annotations
 
@@ -176,10 +176,11 @@ def _rows_in_a_byte(files: Sequence[SourceFile], table_size: int) -> float:
 
 
 def _begin_or_resume(destination: Path, plan: ShufflePlan, overwrite: bool) -> None:
-    """Prepare the directory. Removes old files if ``overwrite`` is True.
+    """Make the directory ready for the plan: keep its files if they belong to the same plan, or remove them.
 
     Raises:
-        ArgumentError: The directory contains anything but an unfinished run of the same plan.
+        ArgumentError: The directory has a data set that was started differently, and ``overwrite`` is False.
+            Or it has files that this command did not write.
     """
     former = None
     with suppress(ArgumentError) if overwrite else nullcontext():  # suppress the error of a damaged plan

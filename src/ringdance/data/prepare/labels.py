@@ -56,7 +56,7 @@ def _around(source: Path) -> Iterator[Path]:
 
 
 def _of_text(path: Path, images: Sequence[str], classes: Sequence[str]) -> dict[str, str]:
-    """Read lines that contain a class, or an image and its class or class number (comma- or space-separated)."""
+    """Read lines with a class, or with an image and its class or number, separated by commas or spaces."""
     lines = path.read_text(errors="replace").splitlines()
     rows = [re.split(r"[,\s]+", line.strip()) for line in lines if line.strip()]
     if rows and rows[0][0] == "ImageId":
