@@ -91,7 +91,7 @@ class ShardWriter:
         self.crc32c = self._extend(self.crc32c, data)
 
     def sync(self) -> None:
-        """Wait until the bytes written so far are on disk. Raises OSError, for example if the disk is full."""
+        """Wait until all written bytes are on disk. Raises OSError, for example if the disk is full."""
         self._file.flush()
         os.fsync(self._file.fileno())
 

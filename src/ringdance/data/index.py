@@ -40,7 +40,7 @@ def write_index(path: Path, about: dict[str, Any], array: np.ndarray[Any, Any] |
 
 
 def _checksum(about: dict[str, Any]) -> int:
-    """Return the CRC-32 of an index's JSON in canonical form. Unlike CRC-32C, this does not need a package."""
+    """Return the CRC-32 of an index's JSON in canonical form. Loaders can compute it without a package."""
     return zlib.crc32(json.dumps(about, sort_keys=True).encode())
 
 

@@ -151,7 +151,7 @@ class Table(Files):
         return Rows.joined(parts, self.fields)
 
     def only_label(self) -> float | None:
-        """Return the label that all rows share, or None if both labels occur. Usually reads only a few rows."""
+        """Return the label that all rows share, or None if both occur. Usually reads only the first rows."""
         first = None
         for start in range(0, len(self), _LABELS):
             labels = self.read(np.arange(start, min(start + _LABELS, len(self)))).labels
