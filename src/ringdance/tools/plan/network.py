@@ -4,16 +4,16 @@ The exchanges in ``ringdance.core`` run unchanged, but they neither send data no
 
 - Every array is a ``Traced`` view of memory that is never written. Copying, adding or converting an array
   takes as much simulated time as the modeled machine would need for that many bytes.
-- Operations on ``SimulatedWindow`` and ``SimulatedTransport`` complete when the modeled machine would
-complete
-  them.
+- Operations on ``SimulatedWindow`` and ``SimulatedTransport`` complete when the same operations on the modeled
+  machine would.
 
 Note [One host for all]
     All hosts have the same number of ranks. Their plans are therefore the same, and corresponding ranks do
-    the same work at the same time, so it suffices to execute a single host. Instead of a message from another
-    host, a rank receives the message that it would itself send to its counterpart there. This is exact, with
-    two exceptions: blocks whose sizes differ by one element, and MPI's all-reduce, whose members send unequal
-    amounts. We execute the first host, which sends the most.
+    the same work at the same time, so it suffices to execute a single host. A message to a rank on another
+    host is delivered to that rank's counterpart on the executed host, in place of the message that the
+    sender's counterpart would send there. This is exact, with two exceptions: blocks whose sizes differ by
+    one element, and MPI's all-reduce, whose members send unequal amounts. We execute the first host, which
+    sends the most.
 
 Messages are modeled after Open MPI's libnbc (ompi/mca/coll/libnbc in its sources). All-to-all and all-gather
 send one message to each member. An all-reduce uses a binomial tree if it is smaller than 64 KiB, is in place,
