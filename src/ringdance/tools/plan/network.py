@@ -4,8 +4,8 @@ The exchanges in ``ringdance.core`` run unchanged, but they neither send data no
 
 - Every array is a ``Traced`` view of memory that is never written. Copying, adding or converting an array
   takes as much simulated time as the modeled machine would need for that many bytes.
-- Operations on ``SimulatedWindow`` and ``SimulatedTransport`` complete when the same operations on the modeled
-  machine would.
+- Operations on ``SimulatedWindow`` and ``SimulatedTransport`` complete when the modeled machine would have
+  completed them.
 
 Note [One host for all]
     All hosts have the same number of ranks. Their plans are therefore the same, and corresponding ranks do
