@@ -1,4 +1,4 @@
-"""The common part of the image and table loaders: epochs whose batches threads prepare ahead."""
+"""The base of the image and table loaders: threads prepare the batches of an epoch in advance."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from typing import Any
 from ringdance.data.order import BatchPlan
 from ringdance.errors import ArgumentError
 
-_READS = 4  # reading threads: this many concurrent reads keep a network disk busy
+_READS = 4  # reading threads; this many concurrent reads keep a network file system busy
 Wait = Callable[[], list[Any]]
 """Waits for what threads are preparing. Returns the batches."""
 
 
 class Epoch:
-    """The rest of an epoch, prepared ahead by its own threads.
+    """The rest of an epoch. Its batches are prepared in advance by its own threads.
 
     Attributes:
         plan: Decides which samples each batch gets.
@@ -40,7 +40,7 @@ class Epoch:
         self.planned = False  # True once all remaining work has been submitted to the threads
 
     def fill(self) -> None:
-        """Submit as much work as may be ahead."""
+        """Submit work up to the limit on batches prepared ahead."""
         if self._parts is None:
             self._parts = self._loader.parts(self)
         while len(self._pending) < self._loader.ahead and not self.planned:
@@ -72,10 +72,10 @@ class Epoch:
 
 
 class Batches:
-    """Base class of loaders: the plan of the epochs, and a conversion of batches for a framework.
+    """Base class of loaders. Follows a batch plan, and converts batches for a framework.
 
-    If each epoch has its own order, the first batches of the next epoch are prepared while the last ones of
-    the current epoch are used, and while a model is evaluated in between.
+    If epochs are shuffled, the next epoch's first batches are prepared while training uses the last batches
+    of the current epoch, and while a model is evaluated between epochs.
 
     Args:
         plan: Decides which samples each batch gets.
@@ -97,7 +97,7 @@ class Batches:
         self._follow = plan.shuffle
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute. Drops what was prepared for the next epoch without it."""
+        """Set an attribute. Drops the next epoch's batches, which were prepared without it."""
         super().__setattr__(name, value)
         if not name.startswith("_") and getattr(self, "_following", None):
             self._drop_following()
@@ -123,11 +123,11 @@ class Batches:
         return len(self.plan)
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the remaining batches of the epoch. The threads stop with it, even if it is left early."""
+        """Yield the remaining batches of the epoch. Leaving the loop early also stops its threads."""
         return map(self.convert, self.batches())
 
     def parts(self, epoch: Epoch) -> Iterator[Any]:
-        """Yield the parts of the epoch that are prepared as a whole."""
+        """Yield the parts of the epoch. Each part is prepared as a unit."""
         return epoch.plan.batches()
 
     def prepare(self, epoch: Epoch, part: Any) -> Wait:
@@ -159,7 +159,7 @@ class Batches:
                 self._drop_following()
 
     def _begun(self) -> Epoch:
-        """Return the epoch that is set. It is the one prepared ahead if they match."""
+        """Return the epoch to iterate over: the one prepared in advance, if that matches."""
         wanted = self.plan.epoch, self.plan.position
         following, self._following = self._following, None
         if following and following.process == os.getpid():

@@ -40,7 +40,7 @@ class ShardFile:
 
     Attributes:
         name: Path relative to the data set's directory.
-        samples: Number of samples.
+        samples: Number of samples in the file.
         size: Size in bytes.
         crc32c: CRC-32C of the whole file.
     """
@@ -132,7 +132,7 @@ class Dataset(Files):
 
 
 class _Descriptor:
-    """An open file. It is closed when its last reference is gone."""
+    """An open file descriptor, which is closed when its last reference is dropped."""
 
     def __init__(self, number: int) -> None:
         self.number = number

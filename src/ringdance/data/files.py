@@ -1,4 +1,4 @@
-"""Files of a data set, which appear under their names only when they are complete, and checksums."""
+"""Write data files atomically, and compute checksums."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ringdance.host.files import whole_file
 
 @cache
 def needed(module: str) -> ModuleType:
-    """Import a module from a package that not everyone needs.
+    """Import a module from an optional package.
 
     Raises:
         ArgumentError: The package is not installed.
@@ -45,7 +45,7 @@ def file_crc32c(path: Path) -> int:
 
 
 def file_crc32(path: Path) -> int:
-    """Return the CRC-32 of a file. Needs no package."""
+    """Return the CRC-32 of a file. Does not need an optional package."""
     return _file_checksum(path, zlib.crc32)
 
 
@@ -58,7 +58,7 @@ def _file_checksum(path: Path, extend: Callable[[bytes, int], int]) -> int:
 
 
 def why_not(error: Exception, directory: Path) -> str:
-    """Explain why something could not be written to a directory. Adds its free space."""
+    """Explain why writing to a directory failed. Includes the free disk space."""
     text = f"{type(error).__name__}: {error}"
     if isinstance(error, OSError):
         text = f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}"
@@ -91,7 +91,7 @@ class ShardWriter:
         self.crc32c = self._extend(self.crc32c, data)
 
     def sync(self) -> None:
-        """Wait until the bytes written so far are on disk. Raises OSError if it is full, for example."""
+        """Wait until all written bytes are on disk. Raises OSError, for example if the disk is full."""
         self._file.flush()
         os.fsync(self._file.fileno())
 
@@ -102,7 +102,7 @@ class ShardWriter:
         """Wait until the file is on disk and rename it to its final name. After an error, remove it.
 
         Raises:
-            OSError: For example, the disk is full. Names the file.
+            OSError: The file could not be written, for example because the disk is full. Names the file.
         """
         self._whole.__exit__(kind, error, trace)
 

@@ -25,7 +25,7 @@ def write_index(path: Path, about: dict[str, Any], array: np.ndarray[Any, Any] |
 
     Args:
         path: The JSON file.
-        about: Contents: "kind", "format" and "files", and the other entries of its kind.
+        about: Contents: "kind", "format", "files", and any entries specific to the kind.
         array: Contents of the ``.npy`` file of the same name. If None, that file is not written.
     """
     with ShardWriter(path) as index, ExitStack() as stack:
@@ -40,7 +40,7 @@ def write_index(path: Path, about: dict[str, Any], array: np.ndarray[Any, Any] |
 
 
 def _checksum(about: dict[str, Any]) -> int:
-    """Return the CRC-32 of an index's JSON in a canonical format. Loaders need no package for it."""
+    """Return the CRC-32 of an index's JSON in canonical form. Loaders can compute it without a package."""
     return zlib.crc32(json.dumps(about, sort_keys=True).encode())
 
 
@@ -83,7 +83,7 @@ def read_array(path: Path, about: dict[str, Any]) -> np.ndarray[Any, Any]:
     """Map an index's ``.npy`` file into memory, after checking that it belongs to the JSON file.
 
     Raises:
-        ArgumentError: It is damaged, or belongs to another JSON file.
+        ArgumentError: The file is damaged, or belongs to another JSON file.
     """
     try:
         if (crc := file_crc32(path)) != about[_NPY_CHECKSUM]:
@@ -97,7 +97,7 @@ def read_npy(path: Path) -> np.ndarray[Any, Any]:
     """Map a ``.npy`` file with a one-dimensional array into memory.
 
     Raises:
-        ArgumentError: It is damaged.
+        ArgumentError: The file is damaged.
     """
     try:
         array: np.ndarray[Any, Any] = np.lib.format.open_memmap(path, mode="r")

@@ -36,10 +36,11 @@ class Batch:
         images: Shape (n, size, size, 3), uint8, RGB.
         labels: Shape (n,), int64.
         indices: Shape (n,), int64. The samples' numbers in the data set, or -1 for padding.
-        weight: Factor for this rank's mean loss, ``n * size / count``. With it, the average over ranks is the
-            mean over the samples in the global batch. 0 if the rank got no samples: it has one padding row.
-        position: Samples of the epoch that all ranks have consumed after this batch.
-        count: Samples in the global batch.
+        weight: Factor for this rank's mean loss: ``n * size / count``. The average of the weighted losses
+            over all ranks is then the mean over all samples in the global batch. 0 on a rank without samples,
+            whose batch consists of one padding row.
+        position: Number of the epoch's samples that all ranks together have consumed after this batch.
+        count: Number of samples in the global batch.
     """
 
     images: Any
@@ -64,7 +65,7 @@ _READ_AHEAD = 4  # batches between the start of reading a piece and decoding its
 
 
 def piece_of(dataset: Any, read_bytes: int | None) -> int:
-    """Return how many samples are read at once; 0 for each separately. It must be the same on all ranks."""
+    """Return how many samples to read at once, or 0 for each separately. Must be the same on all ranks."""
     if not hasattr(dataset, "will_need") or not len(dataset):
         return 0
     size = max(1, sum(file.size for file in dataset.files))
@@ -96,9 +97,9 @@ class Loader(ImageBatches):
         batch_size: Images per batch on each rank.
         image_size: Height and width, in pixels.
         augment: If True, take a random part of each image and flip it at random. Otherwise take the center.
-        transform: Called on each image after that as ``transform(image, draw)``. The image is uint8 of shape
-            (image_size, image_size, 3), and the result must be, too. ``draw(low, high)`` returns random
-            numbers. The decoding threads call it.
+        transform: Called as ``transform(image, draw)`` on each image after cropping and flipping, in a
+            decoding thread. The image and the returned image have dtype uint8 and shape (image_size,
+            image_size, 3). ``draw(low, high)`` returns a random number.
         shuffle: If True, use a different order in each epoch. Defaults to ``augment``.
         seed: Seed of the order and the augmentation.
         rank: This process's rank. Each rank gets its share of each global batch.
@@ -109,10 +110,10 @@ class Loader(ImageBatches):
             a noisy gradient at the full learning rate. Which samples are skipped changes with the order.
         read_bytes: Bytes to read from a file at once if the order is shuffled. See Note [Order by pieces].
             If 0, each image is read separately, and all orders are equally likely. Defaults to 2 MiB for
-            data sets of more than 16 GiB, which may not fit in memory, and to 0 for others.
+            data sets larger than 16 GiB, which may not fit in memory, and to 0 for smaller ones.
 
     Attributes:
-        piece: Number of samples read at once. 0 means each separately.
+        piece: Number of samples that are read at once. 0 if each is read separately.
         memory: Function that allocates the array for a batch's images, given its shape.
 
     The batches depend on the arguments only, not on the threads or their speed: a sample's augmentation is
@@ -147,7 +148,7 @@ class Loader(ImageBatches):
     thread_name = "ringdance-decode"
 
     def parts(self, epoch: Epoch) -> Iterator[Any]:
-        """Yield an epoch's batches, some time after threads have started to read their pieces."""
+        """Yield an epoch's batches. Threads start to read their pieces some batches earlier."""
         waiting: deque[Any] = deque()
         requested: set[int] = set()
         for part in epoch.plan.batches():
@@ -159,7 +160,7 @@ class Loader(ImageBatches):
         yield from waiting
 
     def _read_ahead(self, epoch: Epoch, numbers: Indices, known: set[int]) -> None:
-        """Start reading the samples' pieces that are not in ``known``, and add them to it."""
+        """Start reading the samples' pieces, except for those in ``known``, and add them to ``known``."""
         if not epoch.plan.shuffle:  # the samples are consecutive
             epoch.reads.submit(self._read_piece, epoch, int(numbers[0]), int(numbers[-1]) + 1)
             return
@@ -227,7 +228,7 @@ class Loader(ImageBatches):
 
 @dataclass(frozen=True)
 class Synthetic:
-    """Stands for a data set when only the speed of training matters. See ``SyntheticLoader``.
+    """Replaces a data set if only the training speed matters. See ``SyntheticLoader``.
 
     Attributes:
         samples: Samples per epoch.
@@ -242,10 +243,10 @@ class Synthetic:
 
 
 class SyntheticLoader(ImageBatches):
-    """Batches with the interface of ``Loader`` but no data set, to try a training script or its speed.
+    """A replacement for ``Loader`` that does not need a data set, to try out or time a training script.
 
-    The images are one batch of random pixels, in the same memory each time. The samples, weights and
-    positions match a data set with as many samples.
+    All batches share one array of random pixels. Sample numbers, weights and positions are the same as for a
+    real data set of that size.
 
     Args:
         samples: Samples per epoch.

@@ -1,4 +1,4 @@
-"""A process's open files of a data set: the most recently used ones, as many as its limit allows."""
+"""A cache of open data files. Keeps as many recently used files open as the process's limit allows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ringdance.errors import ArgumentError
 from ringdance.host.limits import raise_open_files
 
 T = TypeVar("T")
-_SHARE, _MOST = 4, 4096  # each split gets a quarter of the limit, and at most 4096 files
+_SHARE, _MOST = 4, 4096  # each split may use a quarter of the limit, but at most 4096 files
 
 
 class OpenFiles(Generic[T]):

@@ -1,4 +1,4 @@
-"""Exported models, written completely or not at all and checked when read; text output of scores."""
+"""Write exported models atomically, verify them when they are read, and write scores as text."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def export(
     given: argparse.Namespace, write: Callable[[Path], None], about: dict[str, Any],
     table: hvd.EmbeddingTable | None,
 ) -> None:
-    """Write a model for score.py, in a directory that is renamed to its final name when complete. Collective.
+    """Export a model for score.py. The directory gets its final name only when it is complete. Collective.
 
     Args:
-        given: Options of the recipe, with ``export``.
+        given: Options of the recipe. ``given.export`` is the target directory.
         write: Writes the model's files to a directory. Called on rank 0.
         about: Contents of model.json.
-        table: Embedding table that is written next to it.
+        table: Embedding table to write to the same directory.
 
     Raises:
         SystemExit: The model could not be written. Raised on all ranks.
@@ -53,7 +53,7 @@ def export(
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
-        problem = wrong_target(given)  # others may have written there during training
+        problem = wrong_target(given)  # another program may have written there during training
         try:
             if final.exists() and not problem:
                 os.replace(final, old)
@@ -77,7 +77,7 @@ def export(
 def _on_rank_0(name: str, action: Callable[[], str | None]) -> None:
     """Run an action on rank 0. If it fails or returns a problem, exit on all ranks."""
     problem = ""
-    # Only one rank works here, for seconds. The mark keeps the waiting ranks from warning about a stall.
+    # Only rank 0 works here, for seconds. Without the pause, the waiting ranks would report a stall.
     with hvd.pause_stall_check("export"):
         if hvd.rank() == 0:
             try:
@@ -94,7 +94,7 @@ def _not_written(name: str, error: Exception) -> str:
 
 
 def wrong_target(given: argparse.Namespace) -> str:
-    """Return why ``--export`` cannot write there, or "". Checked before training, to protect other files."""
+    """Return why ``--export`` must not write to its target, or "". Called before training starts."""
     if not given.export:
         return ""
     target = Path(given.export).resolve()

@@ -1,4 +1,4 @@
-"""Options of the recipes: a parser, and the number types that the options take."""
+"""The command-line options that the recipes share: a parser, and types for numeric options."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def widths(text: str) -> list[int]:
 
 
 class Options(Parser):
-    """A parser whose errors are printed by one rank. Has the options that all recipes share."""
+    """An argument parser for recipes. Only rank 0 prints errors."""
 
     def add_shared(self, keep: int, log_every: int) -> None:
-        """Add the options that ``Training`` reads. The arguments are defaults for two of them."""
+        """Add the options that ``Training`` reads, with the given defaults for two of them."""
         add = self.add_argument
         text = "stop after N steps of this run, with a checkpoint"
         add("--steps", type=count, metavar="N", help=text)

@@ -1,4 +1,4 @@
-"""What a recipe prints while it trains, and writes for TensorBoard."""
+"""Report the progress of a recipe: printed lines and TensorBoard scalars."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ringdance.errors import optional
 
 
 class ProgressTable:
-    """The table of a training run: a line for some steps each, about what happened since the last one.
+    """The progress table of a training run. Each line covers the steps since the previous line.
 
     Args:
         given: Options of the recipe (see ``Options``).
@@ -23,7 +23,8 @@ class ProgressTable:
         epochs: Length of the training run.
 
     Attributes:
-        began: When the run began, on the clock of ``time.perf_counter``. Earlier for a resumed run.
+        began: Start of the run on the ``time.perf_counter`` clock. For a resumed run, it is moved back by the
+            time that earlier runs took.
     """
 
     def __init__(self, given: argparse.Namespace, unit: str, samples: int, epochs: float) -> None:
@@ -51,11 +52,11 @@ class ProgressTable:
         return "-" if price is None else f"{self.seconds() / 3600 * price:.2f}"
 
     def clear(self) -> None:
-        """Start counting for the next line."""
+        """Reset the counters for the next line."""
         self._mark, self._counted, self._waited = time.perf_counter(), 0, 0.0
 
     def timed(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """Yield the batches, and add up how long training waits for them."""
+        """Yield the loader's batches, and measure how long training waits for them."""
         batches = iter(loader)
         while True:
             began = time.perf_counter()
@@ -67,7 +68,7 @@ class ProgressTable:
             yield batch
 
     def line(self, figures: dict[str, float], rate: float, step: int, done: int) -> bool:
-        """Print a line about the steps since the last one. Collective.
+        """Print a line about the steps since the previous line. Collective.
 
         Args:
             figures: This rank's metrics for these steps, the loss first.
@@ -76,7 +77,7 @@ class ProgressTable:
             done: Samples trained on, in all epochs.
 
         Returns:
-            True if the run's time is up.
+            True if the run has reached its time limit.
 
         Raises:
             SystemExit: The loss is not finite.
@@ -112,20 +113,20 @@ class ProgressTable:
         return late > 0
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
-        """Write values for TensorBoard, and start counting for the next line."""
+        """Write values for TensorBoard, and reset the counters for the next line."""
         if self._board is not None:
             for name, value in values.items():
                 self._board.add_scalar(name, value, step)
         self.clear()
 
     def close(self) -> None:
-        """Complete TensorBoard's files."""
+        """Close the TensorBoard files."""
         if self._board is not None:
             self._board.close()
 
 
 def diverged(what: str, step: int) -> str:
-    """Return the text of the error."""
+    """Return the error message for a run that has diverged."""
     return (
         f"{what} step {step}: training has diverged, and stops without another checkpoint. Try a smaller "
         "rate, or a longer warm-up."

@@ -3,19 +3,19 @@
     python score.py model clicks --split validation --output scores.tsv
     python score.py model photos --output scores.tsv
 
-For click logs, it writes one line per row, in order: the probability of a click, and the row's label. If both
-labels occur, it also prints AUC, log-loss and calibration. If rows have no label, add any label first, such
-as 0:
+For click logs, the output has one line per row, in the same order: the probability of a click, and the row's
+label. If both labels occur, AUC, log-loss and calibration are printed as well. The input format requires a
+label. If your rows have none, prepend any value, such as 0:
 
     sed 's/^/0\\t/' test.txt > rows.tsv
 
-Rows of the embedding table are read from disk as needed, so the table may be larger than memory.
+Embedding rows are read from disk as needed, so the table may be larger than memory.
 
-Photographs are found in all directories below the given one. After a header, it writes one line per image:
-its file (for prepared data: its number), its label, and the probability of each class. The label is the class
-in prepared data, or the name of the image's directory if that is a class of the model; otherwise "-". If
-there are labels, it also prints top-1 and top-5. As in evaluations, images are cropped to the center square.
-Broken photographs are left out and listed, and the exit code is then 3.
+A directory is searched recursively for images. The output has a header and one line per image: the image's
+path (for prepared data, its number), its label, and the probability of each class. In prepared data, the
+label is the image's class. Otherwise it is the name of the image's directory, or "-" if the model does not
+know a class with that name. If there are labels, top-1 and top-5 are printed as well. As during evaluation,
+each image is cropped to the center square. Broken images are skipped and listed, and the exit code is then 3.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def program_of(model: Path, about: dict[str, Any]) -> Callable[..., Array]:
         import keras
 
         return keras.models.load_model(model / "model.keras", compile=False).predict_on_batch
-    except Exception as error:  # damaged files raise many kinds
+    except Exception as error:  # damaged files raise many different exceptions
         raise ArgumentError(f"{model} cannot be read: {error}") from None
 
 
@@ -93,7 +93,7 @@ def score_rows(given: argparse.Namespace, about: dict[str, Any]) -> int:
 
 
 class Photographs:
-    """Image files below a directory, as a data set for ``Loader``. Label -1 means not in a class."""
+    """A data set for ``Loader``: all image files below a directory. Images without a class have label -1."""
 
     def __init__(self, place: Path, classes: list[str]) -> None:
         candidates, directory = ([place], place.parent) if place.is_file() else (place.rglob("*"), place)
@@ -108,9 +108,9 @@ class Photographs:
         return len(self.paths)
 
     def read(self, number: int) -> bytes:
-        """Return an image as ``ringdance data prepare`` would write it: upright, 8 bits, in RGB.
+        """Return an image as ``ringdance data prepare`` would write it: upright, 8-bit RGB.
 
-        If the image is broken, record that and return a black image.
+        If the image is broken, record the error and return a black image.
         """
         try:
             return clean(self.paths[number].read_bytes()).image
@@ -120,7 +120,7 @@ class Photographs:
 
 
 def images_of(given: argparse.Namespace, classes: list[str]) -> Any:
-    """Return the photographs, or the split of a prepared data set."""
+    """Open the images to score: a split of a prepared data set, or the image files below a directory."""
     data = Photographs(given.data, classes)
     if len(data) and not (given.data / f"{given.split}.json").exists():
         return data
@@ -136,7 +136,7 @@ def images_of(given: argparse.Namespace, classes: list[str]) -> Any:
 
 
 def score_images(given: argparse.Namespace, about: dict[str, Any]) -> int:
-    """Score images, and print metrics if they have labels. Returns how many were left out."""
+    """Score images, and print metrics if they have labels. Returns the number of skipped images."""
     classes = list(map(str, about["classes"]))
     data, program = images_of(given, classes), program_of(given.model, about)
     broken: dict[int, str] = getattr(data, "broken", {})
@@ -163,10 +163,10 @@ def score_images(given: argparse.Namespace, about: dict[str, Any]) -> int:
 
 
 def main() -> None:
-    """Score as the command line says.
+    """Run the script.
 
     Raises:
-        SystemExit: 2: something is wrong. 3: samples were left out.
+        SystemExit: With exit code 2 after an error, or 3 if samples were skipped.
     """
     parser = Parser(description=__doc__)
     add = parser.add_argument

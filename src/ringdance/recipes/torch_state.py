@@ -1,4 +1,4 @@
-"""The state of a PyTorch training run as named arrays, as the recipes' checkpoints store it."""
+"""Convert the state of a PyTorch training run to and from the named arrays in the recipes' checkpoints."""
 
 from __future__ import annotations
 
@@ -14,16 +14,20 @@ Array = np.ndarray[Any, Any]
 
 
 def load_weights(model: torch.nn.Module, file: str, is_head: Callable[[str], bool]) -> list[str]:
-    """Load a state dict. Returns the parameters of a head for other classes, which are left unchanged.
+    """Load a state dict. If its head is for other classes, the model keeps its own head.
 
     Args:
-        model: Model to load it into.
-        file: File written by torch.save(), with the state dict itself or under "model" or "state_dict".
+        model: Model to load the state dict into.
+        file: File written by torch.save(). It contains either the state dict itself, or a dict that has it
+            under "model" or "state_dict".
         is_head: Returns True if a parameter name belongs to the head.
+
+    Returns:
+        The names of the head's parameters that were not loaded.
 
     Raises:
         OSError: The file cannot be read.
-        ValueError: It belongs to another model, or holds something else.
+        ValueError: The file belongs to another model, or does not contain a state dict.
     """
     try:
         check_regular(file)
@@ -32,7 +36,7 @@ def load_weights(model: torch.nn.Module, file: str, is_head: Callable[[str], boo
         fits = {name: one for name, one in saved.items() if name in own and one.shape == own[name].shape}
     except OSError:
         raise
-    except Exception:  # torch raises many kinds for other files
+    except Exception:  # torch.load raises many different exceptions for other files
         raise ValueError("it is not a file from torch.save(model.state_dict())") from None
     fresh = [name for name in own if name not in fits]
     extra = {one for one in saved.keys() - own if not one.lower().startswith("aux")}  # untrained aux heads
@@ -46,7 +50,7 @@ def load_weights(model: torch.nn.Module, file: str, is_head: Callable[[str], boo
 def arrays_of(
     optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None = None, **modules: torch.nn.Module
 ) -> dict[str, Array]:
-    """Return copies of everything that a checkpoint needs. Each module's entries start with its name."""
+    """Return copies of everything that a checkpoint needs. Keys are prefixed with the module's name."""
     values: dict[str, Any] = {}
     for part, module in modules.items():
         values |= {f"{part}/{name}": value for name, value in module.state_dict().items()}
@@ -60,7 +64,7 @@ def restore(
     state: dict[str, Array], optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None = None,
     **modules: torch.nn.Module,
 ) -> None:
-    """Restore the values that ``arrays_of`` returned."""
+    """Restore a state returned by ``arrays_of``."""
     parts: dict[str, dict[str, Any]] = {name: {} for name in (*modules, "optimizer", "scaler")}
     for name, value in state.items():
         part, _, rest = name.partition("/")

@@ -1,16 +1,16 @@
-"""Code that the recipes' scripts share: printed table, evaluations, checkpoints, the best model.
+"""The training loop that the recipes share: progress table, evaluation, checkpoints and the best model.
 
-Note [Models of recipes]: A script has a class for its model, with these members.
+Note [Models of recipes]: Each script defines a class for its model, with these members.
 
-- ``framework``: Its name.
-- ``figures()``: This rank's metrics for the steps since the last call, "loss" first.
-- ``evaluate()``: Metrics over the samples of all ranks, each counted once. Collective.
-- ``described(at, found)``: Such metrics as text, at a position.
+- ``framework``: Name of the framework.
+- ``figures()``: Returns this rank's metrics for the steps since the last call, "loss" first.
+- ``evaluate()``: Returns metrics over the samples of all ranks, with each sample counted once. Collective.
+- ``described(at, found)``: Formats the metrics ``found`` by an evaluation at position ``at``.
 - ``average_statistics()``: Averages statistics that each rank computes from its own samples, such as the
-  running means of normalization. Collective.
-- ``state()``: Copies of the weights and of the optimizer's state, by name. Called on rank 0.
-- ``restore(state)``: Restores such values, which are equal on all ranks.
-- ``export(directory)``: Writes what score.py needs. Called on rank 0.
+  running means of batch normalization. Collective.
+- ``state()``: Returns copies of the weights and of the optimizer's state, by name. Called on rank 0.
+- ``restore(state)``: Restores a state returned by ``state()``. All ranks pass the same values.
+- ``export(directory)``: Writes the files that score.py needs. Called on rank 0.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ class Position:
     Attributes:
         step: Steps completed, in all epochs.
         epoch: The current epoch, from 0.
-        done: Samples of this epoch that are done.
-        seconds: Time so far, including earlier runs.
+        done: Samples of the current epoch that have been trained on.
+        seconds: Training time so far, including earlier runs.
         best: Score of the best evaluation.
-        worse: Evaluations since the best one.
+        worse: Number of evaluations since the best one.
     """
 
     step: int = 0
@@ -59,23 +59,23 @@ class Position:
 
 
 class Training:
-    """Trains a model and manages its files, on each rank.
+    """Trains a model and manages its checkpoints. Every rank creates one.
 
     Args:
-        given: Options of the recipe (see ``Options``), with ``patience`` and ``sample_log`` if it has them.
+        given: Options of the recipe (see ``Options``). ``patience`` and ``sample_log`` are optional.
         model: Model to train. See Note [Models of recipes].
-        options: Options that must match a checkpoint's to continue from it.
+        options: Options that must have the same values to resume from a checkpoint.
         unit: Name of the samples, such as "images".
         samples: Samples per epoch.
         epochs: Length of the training run.
-        split: Name of what is evaluated.
+        split: Name of the split that is evaluated.
         score: Name of the metric by which the best model is chosen. Higher is better.
         suffix: Suffix of the checkpoints' names.
         table: Embedding table that is saved with the model.
 
     Attributes:
         at: The current position.
-        kept: Position of the best model on disk, which may be newer than the newest checkpoint.
+        kept: Position of the best model on disk. It may be ahead of the newest checkpoint.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Training:
         if given.checkpoints:
             with _one_sentence():
                 self.files = hvd.Checkpoints(given.checkpoints, given.keep, suffix=suffix)
-            if split != TRAINED_ON:  # otherwise the best score need not mean the best model
+            if split != TRAINED_ON:  # a score on the training samples does not tell which model is best
                 self.best = hvd.Checkpoints(given.checkpoints, 1, "best", suffix)
         used = getattr(given, "sample_log", None)
         self._used = Path(used) / f"rank-{hvd.rank()}.jsonl" if used else None
@@ -115,7 +115,7 @@ class Training:
     # Checkpoints ------------------------------------------------------------------------------------------
 
     def save(self, files: hvd.Checkpoints | None) -> None:
-        """Start writing a checkpoint. Copies are made here; the files are written in the background."""
+        """Copy the state, and start writing it as a checkpoint in the background."""
         if files is None:
             return
         self.at.seconds = self.progress.seconds()
@@ -123,7 +123,7 @@ class Training:
         state = self.model.state() if hvd.rank() == 0 else {}
         floats = ((name, array) for name, array in state.items() if array.dtype.kind == "f")
         wrong = next((name for name, array in floats if not np.isfinite(array).all()), "")
-        if wrong := hvd.broadcast_object(wrong):  # the loss would show it one step later
+        if wrong := hvd.broadcast_object(wrong):  # the loss would become non-finite only in the next step
             raise SystemExit(diverged(f"{wrong} is not finite after", self.at.step))
         about = {"position": asdict(self.at), "options": self.options, "arrays": [*state]}
         state |= {name: np.array(json.dumps(value)) for name, value in about.items()}
@@ -134,7 +134,7 @@ class Training:
         """Restore the newest checkpoint, or the best model. Returns True if there was one.
 
         Raises:
-            SystemExit: It was made with other options, or cannot be read.
+            SystemExit: The checkpoint was written with other options, or cannot be read.
         """
         restored = (best and self._restore(self.best)) or self._restore(self.files)
         if self.best and (kept := self._read(self.best)):
@@ -167,7 +167,7 @@ class Training:
             at = Position(**about)
             if odd := {*names} ^ {*state}:
                 raise ValueError(f"the array {min(odd)} is missing or unexpected")
-        except Exception as error:  # NumPy raises many kinds for damaged files
+        except Exception as error:  # NumPy raises many different exceptions for damaged files
             raise SystemExit(
                 f"{where} is damaged or not a checkpoint: {error}. Remove it to use the previous one."
             ) from None
@@ -187,12 +187,12 @@ class Training:
     def train_or_evaluate(
         self, loader: Any, rate: Callable[[float], float], begin: Callable[[], None] = lambda: None
     ) -> None:
-        """Train from the newest checkpoint to the last epoch, or with ``--evaluate`` only evaluate.
+        """Resume from the newest checkpoint and train to the last epoch. With ``--evaluate``, only evaluate.
 
         Args:
-            loader: Loads the samples, for ``run``.
-            rate: Returns the learning rate at a number of epochs.
-            begin: Called when starting without a checkpoint.
+            loader: Loads the samples. See ``run``.
+            rate: Returns the learning rate, given the (fractional) number of epochs completed.
+            begin: Called if training starts without a checkpoint.
         """
         given = self.given
         if not self.resume(best=given.evaluate):
@@ -215,11 +215,11 @@ class Training:
         self, loader: Any, step: Callable[[Any, Position], float],
         due: Callable[[Position, bool, bool], bool] | None = None,
     ) -> None:
-        """Train from the current position to the last epoch, a limit, or until evaluations stop improving.
+        """Train from the current position until the last epoch, a limit, or until evaluations stop improving.
 
         Args:
-            loader: Loads the samples. ``loader.plan`` says where an epoch ends.
-            step: Updates the model with a batch at a position. Returns the learning rate.
+            loader: Loads the samples. ``loader.plan`` knows where an epoch ends.
+            step: Updates the model with one batch, given the position. Returns the learning rate.
             due: Returns True if it is time to evaluate, given the position and two booleans: the epoch has
                 ended, and training has ended. By default, evaluate after every ``given.evaluate_every``
                 epochs and at the end, or never if that is 0.
@@ -261,7 +261,7 @@ class Training:
     def _after(
         self, ended: bool, over: bool, due: Callable[[Position, bool, bool], bool] | None
     ) -> bool:
-        """Evaluate and save if due, after a step or an epoch. Returns True if training is over."""
+        """Evaluate and save if due, after a step or an epoch. Returns True if training should end."""
         at = self.at
         if ended:
             at.epoch, at.done = at.epoch + 1, 0
@@ -274,7 +274,7 @@ class Training:
         return over
 
     def evaluate(self) -> bool:
-        """Evaluate, and keep the best model. Returns True if it is time to stop."""
+        """Evaluate, and save the model if it is the best so far. Returns True if training should stop."""
         at, metrics = self.at, self.model.evaluate()
         self.print(f"{self.model.described(at, metrics)} of {self.split}, {clock(self.progress.seconds())}")
         self.progress.scalars(at.step, {f"evaluation_{name}": value for name, value in metrics.items()})
@@ -293,7 +293,7 @@ class Training:
                 self.kept = replace(at)
                 self.save(self.best)
             return False
-        at.worse += at.step > self.kept.step  # an earlier run has already gone past the steps before that
+        at.worse += at.step > self.kept.step  # up to kept.step, an earlier run improved later
         if self.patience and at.worse >= self.patience:
             self.print(f"ended: no better {self.score} than {at.best:.5f} in {at.worse} evaluations")
             return True
@@ -303,7 +303,7 @@ class Training:
         """Export the best model to a directory, if requested. ``about`` describes it."""
         seconds, cost = self.progress.seconds(), self.progress.cost()
         if self.given.export:
-            self._restore(self.best)  # waits until it is written
+            self._restore(self.best)  # waits until the best model has been written
             self.model.average_statistics()
             about = {"framework": self.model.framework, **about, "steps": self.at.step}
             export(self.given, self.model.export, about, self.table)
@@ -313,7 +313,7 @@ class Training:
         self.progress.close()
 
     def _close_files(self) -> None:
-        """Wait until all checkpoints are written."""
+        """Wait until all checkpoints have been written."""
         with _one_sentence():
             for files in (self.files, self.best):
                 if files:
@@ -322,7 +322,7 @@ class Training:
 
 @contextmanager
 def _one_sentence() -> Iterator[None]:
-    """Exit with the text of a checkpoint error, on all ranks."""
+    """Turn a checkpoint error into a one-sentence exit on all ranks."""
     try:
         yield
     except (ArgumentError, hvd.CheckpointError) as error:
@@ -330,7 +330,7 @@ def _one_sentence() -> Iterator[None]:
 
 
 def write(path: Path, state: dict[str, Array]) -> None:
-    """Write arrays to a file of any name."""
-    arrays: Any = state  # no name may equal a parameter of savez, which has one more since NumPy 2.2
+    """Write arrays in ``.npz`` format to a file with any suffix."""
+    arrays: Any = state  # names must not clash with parameters of np.savez; NumPy 2.2 added another one
     with open(path, "wb") as file:
         np.savez(file, **arrays)

@@ -1,4 +1,4 @@
-"""Click logs in their original form: read in chunks of whole rows, and parsed without the broken rows."""
+"""Read click logs in their original format: split them into chunks of whole rows, and skip broken rows."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class SourceFile:
     def _rows(self, size: int) -> Iterator[tuple[int, Any, int]]:
         about = np.load(self.path, mmap_mode="r")
         step = max(1, size // about.itemsize)
-        for at in range(0, len(about), step):  # np.fromfile, because a mapped file that shrinks gives SIGBUS
+        for at in range(0, len(about), step):  # not mapped, because a mapped file that shrinks causes SIGBUS
             begin, count = about.offset + at * about.itemsize, min(step, len(about) - at)
             rows = np.fromfile(self.path, about.dtype, count, offset=begin)
             yield at // step, rows, rows.nbytes

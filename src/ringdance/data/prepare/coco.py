@@ -35,7 +35,7 @@ class Checked:
 def prepare(
     source: Path, destination: Path, splits: Sequence[str], max_broken: int | None
 ) -> int:
-    """Write the annotations without broken entries, and links to the images.
+    """Write the annotations without broken entries, and create links to the images.
 
     Args:
         source: Directory with ``annotations/instances_SPLIT.json``, and the images in ``SPLIT``.
@@ -123,7 +123,7 @@ def check(table: Fields, directory: Path) -> Checked:
 
 
 def _unique(found: Checked, table: Fields, part: str) -> Iterator[Fields]:
-    """Yield the entries whose number no earlier entry has."""
+    """Yield the entries, except those that repeat an earlier entry's number."""
     seen, what = set[int](), _ONE[part]
     for place, entry in enumerate(table[part]):
         number = entry.get("id") if isinstance(entry, dict) else None
@@ -151,7 +151,7 @@ def _image_fault(one: Fields, directory: Path) -> str:
         return f"{name}: {getattr(error, 'strerror', error)}"
     try:
         height, width = decode(data).shape[:2]
-    except Exception as error:  # Pillow's decoders raise many kinds
+    except Exception as error:  # Pillow's decoders raise many different exceptions
         return f"{name} cannot be decoded: {error}"
     if (width, height) != (one.get("width"), one.get("height")):
         return f"{name} has {width} x {height} pixels, not {one.get('width')} x {one.get('height')}"

@@ -1,4 +1,4 @@
-"""``ringdance data prepare criteo``: find the files, shuffle in two passes, and write an index."""
+"""``ringdance data prepare criteo``: find the files, shuffle rows in two passes, and write an index."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ _TRIED, _BEGINNING = 16, 1 << 22
 def find(paths: Sequence[Path], validation: Path | None) -> list[SourceFile]:
     """Find the click-log files in directories or among files.
 
-    A directory that Ringdance has prepared contributes its train split, and to the other group its validation
-    split.
+    If Ringdance prepared a directory, its train split is used for training and its validation split for
+    validation.
 
     Raises:
         ArgumentError: No files are found, or they do not fit together.
@@ -101,7 +101,7 @@ def _files(path: Path, split: str) -> list[tuple[Path, int | None]]:
 
 
 def prepare(destination: Path, files: Sequence[SourceFile], given: argparse.Namespace) -> int:
-    """Write a data set, or the files that are still missing. Returns how many broken rows were left out.
+    """Write a data set, or only its missing files. Returns the number of broken rows that were left out.
 
     Args:
         destination: Directory. It is created if it is missing.
@@ -109,7 +109,7 @@ def prepare(destination: Path, files: Sequence[SourceFile], given: argparse.Name
         given: Options of the command.
 
     Raises:
-        ArgumentError: The data set cannot be prepared. Names the fix.
+        ArgumentError: The data set cannot be prepared. The message says how to fix this.
     """
     for module in ("google_crc32c", "pyarrow"):
         needed(module)
@@ -176,10 +176,11 @@ def _rows_in_a_byte(files: Sequence[SourceFile], table_size: int) -> float:
 
 
 def _begin_or_resume(destination: Path, plan: ShufflePlan, overwrite: bool) -> None:
-    """Remove what is to be overwritten.
+    """Make the directory ready for the plan: keep its files if they belong to the same plan, or remove them.
 
     Raises:
-        ArgumentError: The directory has something other than a part of the same work.
+        ArgumentError: The directory has a data set that was started differently, and ``overwrite`` is False.
+            Or it has files that this command did not write.
     """
     former = None
     with suppress(ArgumentError) if overwrite else nullcontext():  # suppress the error of a damaged plan
@@ -193,7 +194,7 @@ def _begin_or_resume(destination: Path, plan: ShufflePlan, overwrite: bool) -> N
             "Use the same options and files to resume, another DST, or --overwrite to start again."
         )
     own = set(former.names if former else ())
-    if (state(destination) / "criteo.json").exists():  # otherwise they belong to an image preparation
+    if (state(destination) / "criteo.json").exists():  # otherwise the files belong to an image preparation
         own |= {path.name.removesuffix(".json") for path in state(destination).glob("*-of-*.json")}
     for path in indexes:
         with suppress(ArgumentError):  # a damaged index
@@ -241,7 +242,7 @@ def _runs(destination: Path, plan: ShufflePlan) -> tuple[list[str], int]:
 def _close(destination: Path, plan: ShufflePlan) -> None:
     """Write the indexes for the finished files."""
     directory = state(destination)
-    for split in reversed(SPLITS):  # train.json comes last: its presence means that all is complete
+    for split in reversed(SPLITS):  # train.json comes last: if it exists, everything is complete
         written = []
         for name in (file for file in plan.names if file.startswith(split)):
             if (about := finished(destination, name)) is None:

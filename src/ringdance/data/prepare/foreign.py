@@ -1,4 +1,4 @@
-"""``ringdance data index``: index TFRecords and tars that others have written."""
+"""``ringdance data index``: index TFRecord and tar files that other tools have written."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from ringdance.data.prepare.sources import open_tar
 from ringdance.errors import ArgumentError
 from ringdance.host.limits import usable_cores
 
-# If images differ only in suffix, the first suffix here wins: the others are often masks or previews.
+# If the names of several images differ only in the suffix, the suffix that comes first here is used. The
+# other files are often masks or previews.
 _ENDINGS = ("image", "jpg", "jpeg", "jfif", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm", "avif")
 _IMAGES = ("image/encoded", "image", "image_raw", *_ENDINGS[1:])
 _LABELS = ("image/class/label", "label", "class", "cls")
@@ -63,7 +64,7 @@ class _Scanned:
         """Add an image, given its offset and size. Returns False if it is left out."""
         number = _class(label)
         if number is None:
-            # The label goes into the name, because equal reasons are counted.
+            # Put the label into the name, not the reason, because equal reasons are grouped and counted.
             why = f"the label is not a whole number from 0 to {_MOST_CLASSES - 1}"
             self.leave_out(f"{name}, label {label!r:.40}", why)
         elif not place[1]:

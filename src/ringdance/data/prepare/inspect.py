@@ -1,4 +1,4 @@
-"""``ringdance data verify`` and ``ringdance data info``."""
+"""``ringdance data verify`` and ``ringdance data info``: check and describe prepared data sets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Labels of ImageNet's validation images, which are not in class directories."""
+"""Find the labels of ImageNet's validation images, which are not in class directories."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _around(source: Path) -> Iterator[Path]:
 
 
 def _of_text(path: Path, images: Sequence[str], classes: Sequence[str]) -> dict[str, str]:
-    """Read lines with a class each, or with an image and its class or number, split at commas or spaces."""
+    """Read lines with a class, or with an image and its class or number, separated by commas or spaces."""
     lines = path.read_text(errors="replace").splitlines()
     rows = [re.split(r"[,\s]+", line.strip()) for line in lines if line.strip()]
     if rows and rows[0][0] == "ImageId":

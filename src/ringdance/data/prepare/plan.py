@@ -1,4 +1,4 @@
-"""The plan of which image goes into which file. Stored on disk, for the processes that write.
+"""The plan that assigns images to files. It is stored on disk for the processes that write the files.
 
 In ``DST/.prepare``, a split has ``train.json`` (options, source, and where each file's images begin in the
 next two), ``train.places.npy`` and ``train.names``. A finished file has ``NAME.rows.npy`` and ``NAME.json``,

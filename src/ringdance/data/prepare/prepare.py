@@ -33,7 +33,7 @@ _FILE_SIZE = 128 << 20
 
 
 def prepare(source: Path, destination: Path, given: argparse.Namespace) -> int:
-    """Write a data set, or the files that are still missing. Returns how many images were left out.
+    """Write a data set, or only its missing files. Returns the number of images that were left out.
 
     Args:
         source: A directory that ``sources.find`` accepts.
@@ -41,7 +41,7 @@ def prepare(source: Path, destination: Path, given: argparse.Namespace) -> int:
         given: Options of the command.
 
     Raises:
-        ArgumentError: The data set cannot be prepared. Names the fix.
+        ArgumentError: The data set cannot be prepared. The message says how to fix this.
     """
     for module in ("google_crc32c", "PIL", "simplejpeg"):
         needed(module)
@@ -84,7 +84,7 @@ def check_sizes(directory: Path, files: Iterable[ShardFile | TableFile]) -> None
 
 
 def _shards(source: Source, wanted: int) -> int:
-    """Return the number of files for a split. ``wanted`` is the number for train, or 0: by their size."""
+    """Return the number of files for a split. ``wanted`` is the number for train, or 0 to choose by size."""
     images = len(source.places)
     if wanted:
         return min(-(-wanted // 8), images) if source.split == "validation" else wanted
@@ -176,7 +176,7 @@ def write_file(destination: Path, split: str, number: int) -> tuple[int, int]:
 
 
 def _read(path: str, offset: int, length: int, shared: bool) -> bytes:
-    """Read an image from its own file, or from a tar, which stays open."""
+    """Read an image from its own file, or from a tar, which is kept open for the next image."""
     descriptor = -1
     try:
         descriptor = _open(path) if shared else os.open(path, os.O_RDONLY)

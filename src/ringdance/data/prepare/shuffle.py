@@ -36,7 +36,7 @@ class ShufflePlan:
     Attributes:
         files: Files of the source.
         names: Names of the output files. Those for validation come first.
-        held: Number of output files for validation.
+        held: Number of output files that are held out for validation.
         format: "rows" or "tfrecord".
         table_size: Upper bound of the ids, exclusive.
         validation: Share of the rows that goes to validation.

@@ -1,4 +1,4 @@
-"""Find the images of ImageNet, or in any class directories, and their labels.
+"""Find images and their labels, in ImageNet's layouts or in any class directories.
 
 Classes are numbered from 0 in the order of their directory names, as in torchvision's ``ImageFolder``.
 """
@@ -48,9 +48,9 @@ class Source:
         tars: Paths of the tars that contain images.
         names: Names of the images, relative to ``root`` or as in the tar. UTF-8, each followed by a newline.
         ends: Shape (images,), int64. Where the next name begins.
-        changed: Hash of the modification times of their files.
+        changed: Hash of the modification times of the images' files.
         places: Locations of the images, in the same order. dtype ``PLACE``.
-        left_out: Names of other files next to them, by suffix.
+        left_out: Names of other files next to the images, by suffix.
     """
 
     split: str
@@ -96,7 +96,7 @@ def find(source: Path, splits: Sequence[str] = (), labels: Path | None = None) -
     if not source.is_dir():
         raise ArgumentError(f"{source} is not a directory. SRC is the directory with the images or tars.")
     places = {split: place for split in SPLITS if (place := _place(source, split))}
-    # A class may be called train. In that case it has its own images, and so do the directories next to it.
+    # A class may be called "train". Its directory then contains images, and so do the directories next to it.
     if any(map(_own_images, places.values())) and any(_own_images(path) for path in _beside(places.values())):
         places = {}
     if others := [path.name for path in _beside(places.values()) if _is_data(path)]:
@@ -322,7 +322,7 @@ def open_tar(path: Path | str) -> Iterator[tarfile.TarFile]:
 
 
 def _check_end(tar: tarfile.TarFile) -> None:
-    """Raise ReadError if data follow the last member: Python takes a damaged header for the end."""
+    """Raise ReadError if data follows the last member, because tarfile takes a damaged header for the end."""
     tar.getmembers()
     file = tar.fileobj
     assert file is not None

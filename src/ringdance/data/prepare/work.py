@@ -1,4 +1,4 @@
-"""Run the tasks of a preparation, in this process or in several."""
+"""Run the tasks of a preparation, in this process or in several processes."""
 
 from __future__ import annotations
 

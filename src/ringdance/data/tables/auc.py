@@ -1,4 +1,4 @@
-"""The area under the ROC curve, from counts of equal scores, so that parts of all scores can be added up."""
+"""The area under the ROC curve, computed from counts per score. Counts from several ranks can be merged."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Array = np.ndarray[Any, Any]
 
 
 def counted(scores: Array, positive: Array) -> tuple[Array, Array]:
-    """Return the distinct scores, ascending, and how many positive and negative samples have each, (n, 2)."""
+    """Return the distinct scores, ascending, and positive and negative counts per score, shape (n, 2)."""
     values, places = np.unique(scores, return_inverse=True)
     counts = [np.bincount(places[mask], minlength=len(values)) for mask in (positive, ~positive)]
     return values, np.stack(counts, 1)
@@ -21,7 +21,7 @@ def won_twice(counts: Array) -> int:
     """Return twice the number of pairs in which the positive sample has the higher score. Ties count half.
 
     Args:
-        counts: Numbers of positive and negative samples by ascending score, shape (n, 2).
+        counts: Number of positive and negative samples per score, in ascending order, shape (n, 2).
     """
     positive, negative = counts[:, 0], counts[:, 1]
     return int((positive * (2 * (np.cumsum(negative) - negative) + negative)).sum())

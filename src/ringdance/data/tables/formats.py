@@ -1,4 +1,4 @@
-"""What a table needs from each format that is parsed. The format ``rows`` needs no parsing."""
+"""The interface between tables and the formats that need parsing. The format ``rows`` does not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables as lines of text: their bounds, and the LibSVM format."""
+"""Find and parse the rows of tables that are lines of text. Includes the LibSVM format."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ def columns(data: Array, delimiter: str, types: Sequence[tuple[str, str]], null:
         data: The lines, as bytes.
         delimiter: Delimiter between columns.
         types: Name and Arrow type, such as "float32", of each column.
-        null: If True, an empty number is a missing one. Otherwise it is an error.
+        null: If True, an empty numeric column means a missing value. Otherwise it is an error.
 
     Raises:
-        RowError: A line has the wrong number of columns, or something that is not a number.
+        RowError: A line has the wrong number of columns, or a numeric column does not contain a number.
     """
     arrow, csv = needed("pyarrow"), needed("pyarrow.csv")
     names = [str(number) for number in range(len(types))]

@@ -1,4 +1,4 @@
-"""Batches of a table in an epoch's order. Threads read them ahead."""
+"""Read a table in batches, in an epoch's order. Threads read in advance."""
 
 from __future__ import annotations
 
@@ -30,10 +30,11 @@ class TableBatch:
         labels: Shape (n,), float32.
         ids: Shape (n, fields), int64. Rows in the embedding table.
         values: Shape (n, fields), float32. Factors of the embeddings.
-        weight: Factor for this rank's mean loss, ``n * size / count``. With it, the average over ranks is the
-            mean over the rows in the global batch. 0 if the rank got no rows: it has one padding row.
-        position: Rows of the epoch that all ranks have consumed after this batch.
-        count: Rows in the global batch.
+        weight: Factor for this rank's mean loss: ``n * size / count``. The average of the weighted losses
+            over all ranks is then the mean over all rows in the global batch. 0 on a rank without rows, whose
+            batch consists of one padding row.
+        position: Number of the epoch's rows that all ranks together have consumed after this batch.
+        count: Number of rows in the global batch.
     """
 
     labels: Any

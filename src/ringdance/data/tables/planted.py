@@ -1,4 +1,4 @@
-"""Rows like Criteo's with a known click probability, to compare models with the best possible one.
+"""Generate rows like Criteo's with known click probabilities, to compare models with the best possible one.
 
 A row's logit is a factorization machine with hidden weights and factors: a bias, a weight for each field, and
 the inner products of the factors for all pairs of fields. A linear model can find the weights only. Rare
@@ -37,7 +37,7 @@ _POSITIVE = 0.25
 
 @dataclass(frozen=True)
 class PlantedRows:
-    """Some rows, and what they were drawn from.
+    """Generated rows, and the click probabilities that their labels were drawn from.
 
     Attributes:
         labels: Shape (n,), int8. 1 for a click.
@@ -71,7 +71,7 @@ def planted(rows: int, seed: int = 0, day: int = 0, start: int = 0) -> Iterator[
     """Draw rows, up to 16,384 at a time.
 
     Args:
-        rows: Number of rows. Fewer rows are the first of more.
+        rows: Number of rows. A smaller number yields the first rows of a larger one.
         seed: Seed of the hidden weights and of the rows.
         day: Number of the day, from 0. Each day has different rows with the same weights.
         start: Number of the first row.

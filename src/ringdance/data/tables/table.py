@@ -52,7 +52,7 @@ class Table(Files):
         path: Directory.
         split: Name of the split, such as "train".
         format: "rows", "tfrecord", "libsvm" or "csv".
-        fields: Pairs of id and value in each row.
+        fields: Number of (id, value) pairs in each row.
         table_size: Rows in the embedding table: the upper bound of the ids, exclusive.
         files: The files, in the order of the rows.
         offsets: See Note [The index of a table]. Empty for the format ``rows``.
@@ -76,11 +76,12 @@ class Table(Files):
         Args:
             path: A directory with ``train.json``, or a file without an index, which is scanned once.
             split: Name of the split, whose index is read.
-            table_size: Rows in the embedding table. Required without an index, which has it.
+            table_size: Rows in the embedding table. Required for a file without an index; an index includes
+                it.
             format: Format of a file without an index. Defaults to a guess from its name or content.
 
         Raises:
-            ArgumentError: It is missing, or does not match its index or ``table_size``.
+            ArgumentError: The table is missing, or does not match its index or ``table_size``.
         """
         where = Path(path)
         if where.is_dir():
@@ -150,7 +151,7 @@ class Table(Files):
         return Rows.joined(parts, self.fields)
 
     def only_label(self) -> float | None:
-        """Return the label that all rows share, or None if both occur. Usually reads the first rows only."""
+        """Return the label that all rows share, or None if both occur. Usually reads only the first rows."""
         first = None
         for start in range(0, len(self), _LABELS):
             labels = self.read(np.arange(start, min(start + _LABELS, len(self)))).labels

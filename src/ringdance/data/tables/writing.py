@@ -1,4 +1,4 @@
-"""Write a table: a file in either format, and the index of all files."""
+"""Write a table: its files, as rows or TFRecords, and their index."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class TableWriter:
 
     @property
     def written(self) -> Written:
-        """What the index needs. Available after the ``with`` statement."""
+        """The file's entry for the index. Available after the ``with`` statement."""
         file = TableFile(self.path.name, self._rows, self._file.size, self._file.crc32c)
         empty = not self._rows and self.format != "rows"
         return Written(file, np.zeros(1, np.uint64) if empty else scan(self.path, self.format)[2])

@@ -1,4 +1,4 @@
-"""The loop of train_torch.py and train_keras.py: options, epochs, evaluation, checkpoints, output."""
+"""Code that train_torch.py and train_keras.py share: options, data, evaluation, export and ``main``."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class TableModel:
 
     def __init__(self) -> None:
         self.losses: list[float] = []  # losses of the steps since the last call of figures()
-        self.checks: Any = None  # a loader of the validation rows
+        self.checks: Any = None  # loader for the validation rows
 
     def figures(self) -> dict[str, float]:
         """Return this rank's mean loss since the last call."""
@@ -80,7 +80,7 @@ class TableModel:
     def evaluate(self) -> dict[str, float]:
         """Return AUC, log-loss and calibration on the validation rows, each counted once.
 
-        All ranks join in, each with a share of the rows: no rank waits for rank 0.
+        The rows are divided among all ranks, so no rank waits for rank 0.
         """
         scores = hvd.BinaryScores()
         self.checks.set_epoch(0)
@@ -91,23 +91,23 @@ class TableModel:
         return scores.result()
 
     def described(self, at: Position, found: dict[str, float]) -> str:
-        """Format an evaluation."""
+        """Format the metrics of an evaluation."""
         return f"after step {at.step}: {scores_of(found)}"
 
     def average_statistics(self) -> None:
-        """Do nothing: the layers have no statistics."""
+        """Do nothing: the layers keep no running statistics."""
 
     def export(self, directory: Path) -> None:
-        """Write what score.py needs in addition to the table, and what --warm-start needs."""
+        """Write the files that score.py needs besides the table, and those that --warm-start reads."""
         self.export_layers(directory)  # type: ignore[attr-defined]
         write(directory / "layers.npz", self.state())  # type: ignore[attr-defined]
 
 
 def warm_start(start: Path, model: Any, about: dict[str, Any]) -> None:
-    """Start with an exported model, which must match ``about``. Collective."""
+    """Initialize the model from an exported one, which must match ``about``. Collective."""
 
     def exported() -> tuple[dict[str, Array], str]:
-        """Return the model's layers, or what is wrong with it."""
+        """Return the layers of the exported model, and what is wrong with it, or ""."""
         try:
             exported_about = whole_model(start)
         except ArgumentError as error:
@@ -126,7 +126,7 @@ def warm_start(start: Path, model: Any, about: dict[str, Any]) -> None:
 
 
 def tables(given: argparse.Namespace) -> tuple[Table, Table, str]:
-    """Return the rows to train on, the rows to evaluate, and the name of the latter."""
+    """Open the tables to train on and to evaluate. Also returns the name of the evaluated split."""
     size = given.table_size or (None if Path(given.data).is_dir() else 1_000_000)
     try:
         data = Table.open(given.data, table_size=size)
@@ -148,7 +148,7 @@ def tables(given: argparse.Namespace) -> tuple[Table, Table, str]:
 
 
 def unusable(splits: dict[str, Table]) -> str:
-    """Return why rows are not worth training on or evaluating (all labels are the same), or ""."""
+    """Return which rows cannot be trained on or evaluated because all their labels are equal, or ""."""
     try:
         labels = {name: data.only_label() for name, data in splits.items()}
     except ArgumentError as error:
@@ -161,13 +161,13 @@ def unusable(splits: dict[str, Table]) -> str:
 
 
 def main(manual: str, make: Any, init: Callable[[], None] = hvd.init) -> None:
-    """Train as the command line says.
+    """Run the training script.
 
     Args:
         manual: Docstring of the script, for --help.
-        make: Creates the model: ``make(given, table, fields)``.
-        init: The ``init`` function of a framework's binding, if that limits the framework's threads to a
-            rank's cores.
+        make: Creates the model. Called as ``make(given, table, fields)``.
+        init: Replaces ``hvd.init`` if the framework's binding has its own ``init``, which limits the
+            framework's threads to the rank's cores.
     """
     given = options(manual)
     init()

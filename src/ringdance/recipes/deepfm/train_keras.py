@@ -1,6 +1,7 @@
 """Train DeepFM on click logs with Keras on TensorFlow, on the CPUs of any number of hosts.
 
-Rows have Criteo's columns: a label, 13 numbers, 26 categories. Try generated rows first, then real ones:
+The input has Criteo's columns: a label, 13 numbers and 26 categories. Try generated rows first, then real
+data:
 
     ringdance data generate criteo clicks --rows 2000000 --validation 0.05
     ringdance run -np 2 python train_keras.py clicks --export model
@@ -9,19 +10,22 @@ Rows have Criteo's columns: a label, 13 numbers, 26 categories. Try generated ro
     ringdance data prepare criteo /data/criteo /data/clicks --table-size 10000000 --shards 64
     ringdance run -H node1:16,node2:16 python train_keras.py /data/clicks --checkpoints run1 --patience 3
 
-Start one rank per core: `ringdance run` gives each rank its own. benchmarks/strategies, in a clone of the
-repository, compares this with other ways on your hosts.
+Start one rank per core. `ringdance run` gives each rank its own core. benchmarks/strategies, in a clone of
+the repository, compares this setup with others on your hosts.
 
-The model (Guo et al., DeepFM, IJCAI 2017): each field in a row is an id, which selects a row of one embedding
-table, and a factor. The table's first column is the linear part. The others give the pairwise products and
-the input of the layers. A step reads and updates only the table rows that occur in its batch.
+The model (Guo et al., DeepFM, IJCAI 2017): each field in a row is an id, which selects a row of the embedding
+table, and a value, which scales it. The table's first column is the linear part. The other columns are used
+for the pairwise products and as the input of the layers. A step reads and updates only the table rows that
+occur in its batch.
 
-With --checkpoints, run the same command again to continue a run that was stopped or even killed, also with
-another number of ranks. No row is used twice in an epoch. Only rank 0 reads and writes that directory. The
-model with the best AUC is kept there too. If the table does not fit in one rank's memory, use --sharded.
+With --checkpoints, a run that was stopped or even killed continues if you run the same command again, even
+with a different number of ranks. No row is used twice in an epoch. Only rank 0 reads and writes the
+checkpoint directory, which also contains the model with the best AUC. If the table does not fit in one rank's
+memory, use --sharded.
 
-No rank waits for rank 0: all ranks join in evaluations, and checkpoints are copied, then written in the
-background. Only the export is one rank's work. hvd.pause_stall_check() marks it.
+Ranks do not wait for rank 0: all of them take part in evaluations, and checkpoints are copied, then written
+in the background. The exception is the export, which only rank 0 does. hvd.pause_stall_check() suppresses
+stall warnings meanwhile.
 """
 
 from __future__ import annotations
@@ -46,14 +50,14 @@ Array = np.ndarray[Any, Any]
 
 
 class Layers(keras.Model):  # type: ignore[misc]  # Keras has no types
-    """The model without its embedding table."""
+    """The model's layers, without the embedding table."""
 
     def __init__(self, fields: int, dim: int, hidden: list[int]) -> None:
         super().__init__()
         self.deep = keras.Sequential([
             keras.Input((fields * dim,)),
             *(keras.layers.Dense(width, "relu") for width in hidden),
-            keras.layers.Dense(1),  # its bias is also the model's
+            keras.layers.Dense(1),  # this layer's bias is the bias of the whole model
         ])  # fmt: skip
         self.built = True
 
@@ -61,11 +65,11 @@ class Layers(keras.Model):  # type: ignore[misc]  # Keras has no types
         """Return logits, shape (n,).
 
         Args:
-            rows: Rows of the table, shape (any, 1 + dim).
-            places: Index of each field's row in ``rows``, shape (n, fields).
-            values: Factors of those rows, shape (n, fields).
+            rows: Table rows that occur in the batch, shape (any, 1 + dim).
+            places: Index into ``rows`` for each field, shape (n, fields).
+            values: Factor for each field's table row, shape (n, fields).
         """
-        # Two gathers, because slices of the large tensor would be copies.
+        # Gather twice: slicing one large gathered tensor would copy it.
         linear = tf.gather(rows[:, 0], places) * values
         factors = tf.gather(rows[:, 1:], places) * values[:, :, None]
         pairs = tf.square(tf.reduce_sum(factors, 1)) - tf.reduce_sum(tf.square(factors), 1)
@@ -74,18 +78,18 @@ class Layers(keras.Model):  # type: ignore[misc]  # Keras has no types
 
 
 class KerasTableModel(loop.TableModel):  # type: ignore[misc]
-    """Layers and table, and how they are updated."""
+    """The layers and the embedding table, with the steps that update them."""
 
     framework = "tensorflow"
 
     def __init__(self, given: argparse.Namespace, table: hvd.EmbeddingTable, fields: int) -> None:
         super().__init__()
-        keras.utils.set_random_seed(given.seed)  # so that weights are the same on all ranks
+        keras.utils.set_random_seed(given.seed)  # all ranks start with the same weights
         self.table, self.rate = table, given.rate
         self.layers = Layers(fields, given.dim, given.hidden)
         self.optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(given.rate))
         self.optimizer.build(self.layers.trainable_variables)
-        # With None, a single program handles batches of any length, with any number of different ids.
+        # None avoids retracing for batches of other lengths or with another number of distinct ids.
         rows, values = tf.TensorSpec((None, table.columns)), tf.TensorSpec((None, fields))
         labels, number = tf.TensorSpec((None,)), tf.TensorSpec(())
         self._signature = [rows, tf.TensorSpec((None, fields), tf.int64), values]
@@ -95,8 +99,9 @@ class KerasTableModel(loop.TableModel):  # type: ignore[misc]
     def step(self, batch: TableBatch, rate: float) -> float:
         """Update the model with one batch. Returns the mean loss of this rank's rows.
 
-        Gradients are averaged over the ranks. With the batch's weight, the result is the mean over the rows
-        in the global batch, even if the batch is short or this rank has no rows. The table gets their sum.
+        Each rank's loss is scaled by ``batch.weight``, so averaging the gradients over the ranks gives the
+        mean over all rows in the global batch, even if the batch is short or this rank has no rows. The
+        table's gradients are summed over these rows instead.
         """
         rows, places = self.table.lookup(batch.ids)
         numbers = np.float32(batch.weight), np.float32(self.rate * rate)
@@ -116,7 +121,7 @@ class KerasTableModel(loop.TableModel):  # type: ignore[misc]
         gradient, *gradients = tape.gradient(weighted, [rows, *variables])
         self.optimizer.learning_rate = rate
         self.optimizer.apply(gradients, self.layers.trainable_variables)
-        return loss, tf.convert_to_tensor(gradient)  # sums over all places where a row occurs
+        return loss, tf.convert_to_tensor(gradient)  # adds up the gradients for equal rows
 
     def predict(self, ids: Array, values: Array) -> Array:
         """Return probabilities, shape (n,)."""
@@ -131,7 +136,7 @@ class KerasTableModel(loop.TableModel):  # type: ignore[misc]
         return {f"v{number}": np.array(variable.numpy()) for number, variable in enumerate(self._variables())}
 
     def restore(self, state: dict[str, Array]) -> None:
-        """Restore the values that ``state`` returned."""
+        """Restore a state returned by ``state``."""
         for number, variable in enumerate(self._variables()):
             variable.assign(state[f"v{number}"])
 
@@ -147,7 +152,7 @@ class KerasTableModel(loop.TableModel):  # type: ignore[misc]
 
 
 def init() -> None:
-    """Join the job. If a rank has one core, running one operation after another is fastest."""
+    """Initialize Ringdance. On a single core, TensorFlow is fastest if it runs one operation at a time."""
     hvd.init()
     if tf.config.threading.get_intra_op_parallelism_threads() == 1:
         tf.config.threading.set_inter_op_parallelism_threads(1)

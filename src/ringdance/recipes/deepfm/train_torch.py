@@ -1,6 +1,7 @@
 """Train DeepFM on click logs with PyTorch, on the CPUs of any number of hosts.
 
-Rows have Criteo's columns: a label, 13 numbers, 26 categories. Try generated rows first, then real ones:
+The input has Criteo's columns: a label, 13 numbers and 26 categories. Try generated rows first, then real
+data:
 
     ringdance data generate criteo clicks --rows 2000000 --validation 0.05
     ringdance run -np 2 python train_torch.py clicks --export model
@@ -9,19 +10,22 @@ Rows have Criteo's columns: a label, 13 numbers, 26 categories. Try generated ro
     ringdance data prepare criteo /data/criteo /data/clicks --table-size 10000000 --shards 64
     ringdance run -H node1:16,node2:16 python train_torch.py /data/clicks --checkpoints run1 --patience 3
 
-Start one rank per core: `ringdance run` gives each rank its own. benchmarks/strategies, in a clone of the
-repository, compares this with other ways on your hosts.
+Start one rank per core. `ringdance run` gives each rank its own core. benchmarks/strategies, in a clone of
+the repository, compares this setup with others on your hosts.
 
-The model (Guo et al., DeepFM, IJCAI 2017): each field in a row is an id, which selects a row of one embedding
-table, and a factor. The table's first column is the linear part. The others give the pairwise products and
-the input of the layers. A step reads and updates only the table rows that occur in its batch.
+The model (Guo et al., DeepFM, IJCAI 2017): each field in a row is an id, which selects a row of the embedding
+table, and a value, which scales it. The table's first column is the linear part. The other columns are used
+for the pairwise products and as the input of the layers. A step reads and updates only the table rows that
+occur in its batch.
 
-With --checkpoints, run the same command again to continue a run that was stopped or even killed, also with
-another number of ranks. No row is used twice in an epoch. Only rank 0 reads and writes that directory. The
-model with the best AUC is kept there too. If the table does not fit in one rank's memory, use --sharded.
+With --checkpoints, a run that was stopped or even killed continues if you run the same command again, even
+with a different number of ranks. No row is used twice in an epoch. Only rank 0 reads and writes the
+checkpoint directory, which also contains the model with the best AUC. If the table does not fit in one rank's
+memory, use --sharded.
 
-No rank waits for rank 0: all ranks join in evaluations, and checkpoints are copied, then written in the
-background. Only the export is one rank's work. hvd.pause_stall_check() marks it.
+Ranks do not wait for rank 0: all of them take part in evaluations, and checkpoints are copied, then written
+in the background. The exception is the export, which only rank 0 does. hvd.pause_stall_check() suppresses
+stall warnings meanwhile.
 """
 
 from __future__ import annotations
@@ -45,7 +49,7 @@ Array = np.ndarray[Any, Any]
 
 
 class Layers(nn.Module):
-    """The model without its embedding table."""
+    """The model's layers, without the embedding table."""
 
     def __init__(self, fields: int, dim: int, hidden: list[int]) -> None:
         super().__init__()
@@ -60,11 +64,11 @@ class Layers(nn.Module):
         """Return logits, shape (n,).
 
         Args:
-            rows: Rows of the table, shape (any, 1 + dim).
-            places: Index of each field's row in ``rows``, shape (n, fields).
-            values: Factors of those rows, shape (n, fields).
+            rows: Table rows that occur in the batch, shape (any, 1 + dim).
+            places: Index into ``rows`` for each field, shape (n, fields).
+            values: Factor for each field's table row, shape (n, fields).
         """
-        where = places.flatten()  # two selects, because slices of the large tensor would be copies
+        where = places.flatten()  # select twice: slices of one large tensor would be copies
         linear = rows[:, 0].index_select(0, where).view_as(values) * values
         factors = rows[:, 1:].index_select(0, where).view(*values.shape, -1) * values.unsqueeze(2)
         pairs = factors.sum(1).square() - factors.square().sum(1)
@@ -73,13 +77,13 @@ class Layers(nn.Module):
 
 
 class TorchTableModel(loop.TableModel):  # type: ignore[misc]
-    """Layers and table, and how they are updated."""
+    """The layers and the embedding table, with the steps that update them."""
 
     framework = "torch"
 
     def __init__(self, given: argparse.Namespace, table: hvd.EmbeddingTable, fields: int) -> None:
         super().__init__()
-        torch.manual_seed(given.seed)  # so that weights are the same on all ranks
+        torch.manual_seed(given.seed)  # all ranks start with the same weights
         self.table, self.rate = table, given.rate
         self.fields, self.layers = fields, Layers(fields, given.dim, given.hidden)
         self.inner = torch.optim.Adam(self.layers.parameters(), given.rate, fused=True)
@@ -88,8 +92,9 @@ class TorchTableModel(loop.TableModel):  # type: ignore[misc]
     def step(self, batch: TableBatch, rate: float) -> float:
         """Update the model with one batch. Returns the mean loss of this rank's rows.
 
-        Gradients are averaged over the ranks. With the batch's weight, the result is the mean over the rows
-        in the global batch, even if the batch is short or this rank has no rows. The table gets their sum.
+        Each rank's loss is scaled by ``batch.weight``, so averaging the gradients over the ranks gives the
+        mean over all rows in the global batch, even if the batch is short or this rank has no rows. The
+        table's gradients are summed over these rows instead.
         """
         self.inner.param_groups[0]["lr"] = self.rate * rate
         looked_up, places = self.table.lookup(batch.ids)
@@ -114,7 +119,7 @@ class TorchTableModel(loop.TableModel):  # type: ignore[misc]
         return arrays_of(self.inner, layers=self.layers)
 
     def restore(self, state: dict[str, Array]) -> None:
-        """Restore the values that ``state`` returned."""
+        """Restore a state returned by ``state``."""
         restore(state, self.inner, layers=self.layers)
 
     def export_layers(self, directory: Path) -> None:

@@ -1,4 +1,4 @@
-"""Batches of images with one orientation: each image once per epoch, equally many batches on each rank."""
+"""Group images by orientation into batches: each image once per epoch, and equally many batches per rank."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Part:
     """A rank's share of the images in a step.
 
     Attributes:
-        numbers: Numbers of its images. For a rank that gets none, one of another rank's images.
-        weight: Factor for its mean loss, images * ranks / count. With it, the average over ranks is the mean
-            over the images in the step. 0 for a rank that gets none.
-        position: Images of the epoch that all ranks have used after this step.
-        count: Images in the step, over all ranks.
+        numbers: Numbers of this rank's images. A rank without images gets one of another rank's.
+        weight: Factor for this rank's mean loss: images * ranks / count. The average of the weighted losses
+            over all ranks is then the mean over all images in the step. 0 for a rank without images.
+        position: Total number of the epoch's images that all ranks have used after this step.
+        count: Total number of images in the step on all ranks.
     """
 
     numbers: list[int]
@@ -32,21 +32,21 @@ class Part:
 
 
 class EpochSteps:
-    """The steps of an epoch, from one rank's view.
+    """The steps of an epoch, as seen by one rank.
 
-    Images are shuffled. Batches take images of the same orientation in that order, so that padding them to
-    the largest wastes little. The last batch of each orientation may be short. Batches go to the ranks in
-    turn, so their sequence does not depend on the number of ranks: a training run that resumes with another
-    number uses no image twice.
+    Images are shuffled. Each batch takes images of the same orientation in the shuffled order, because
+    padding them to the size of the largest one then wastes little memory. The last batch of each orientation
+    may be short. Batches are assigned to ranks round-robin, so their sequence does not depend on the number
+    of ranks. A training run that resumes with another number of ranks therefore does not use any image twice.
 
     Args:
-        ratios: Width / height of each image.
+        ratios: Aspect ratio (width / height) of each image.
         batch_size: Images per rank and step.
-        seed: Seed of the order.
-        epoch: Epoch of the order.
+        seed: Seed for shuffling.
+        epoch: Number of the epoch. Each epoch has a different order.
         rank: This process's rank.
         size: Number of ranks.
-        done: Images of this epoch that are already used: the ``position`` after a step.
+        done: Images of this epoch that have already been used: the ``position`` after an earlier step.
 
     Attributes:
         end: Position after the last step.

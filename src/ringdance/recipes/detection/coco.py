@@ -1,4 +1,4 @@
-"""Images and annotations of a split in COCO's layout, and COCO's metric."""
+"""Read images and annotations in COCO's directory layout, and compute COCO's metrics."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from ringdance.errors import ArgumentError
 from ringdance.host.files import check_regular
 
 Array = np.ndarray[Any, Any]
-AHEAD = 2  # batches decoded ahead while one is trained on
+AHEAD = 2  # batches to decode ahead of the one used for training
 PREPARE = "`ringdance data prepare coco` finds and leaves out broken entries"
 
 
 class Coco:
-    """The images of a split and the objects on them. Labels are the file's category numbers.
+    """The images of a split, and the objects in them. Labels are the category numbers in the annotation file.
 
     Args:
-        directory: Directory in COCO's layout.
+        directory: Directory with COCO's layout.
         split: Name of the split, such as "train2017".
-        masks: If True, also decode masks.
+        masks: If True, decode masks as well as boxes.
         trained_on: If True, skip images without objects.
     """
 
@@ -58,18 +58,18 @@ class Coco:
 
     @property
     def classes(self) -> int:
-        """Number of labels, including 0 for the background."""
+        """Number of labels, including label 0 for the background."""
         return 1 + max(one["id"] for one in self.table["categories"])
 
     def count_from_one(self) -> None:
-        """Add one to all category numbers, because one of them is 0, which is the background."""
+        """Add one to all category numbers. Needed if a category has number 0, which means background."""
         for entry in self.table["categories"]:
             entry["id"] += 1
         for entry in self.table["annotations"]:
             entry["category_id"] += 1
 
     def load(self, place: int, flip: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return an image, uint8, shape (3, height, width), and its objects."""
+        """Return an image (uint8, shape (3, height, width)) and its objects."""
         about = self.images[place]
         objects = self.objects.get(about["id"], [])
         try:
@@ -80,7 +80,7 @@ class Coco:
                 raise ValueError(f"it has {width} x {height} pixels, not {size}")
             outlines = [item["segmentation"] for item in objects] if self.masks else []
             masks = masks_of(outlines, height, width)
-        except Exception as error:  # decoders raise many kinds
+        except Exception as error:  # decoders raise many different exceptions
             raise ArgumentError(f"{self._file(about)} cannot be used: {error}. {PREPARE}") from None
         boxes = torch.tensor([item["bbox"] for item in objects], dtype=torch.float32).reshape(-1, 4)
         boxes[:, 2:] += boxes[:, :2]
@@ -98,7 +98,7 @@ class Coco:
 
 
 def masks_of(outlines: list[Any], height: int, width: int) -> Array:
-    """Decode polygons or run lengths to masks, uint8, shape (n, height, width)."""
+    """Decode polygons or run-length encodings to masks (uint8, shape (n, height, width))."""
     masks = np.zeros((len(outlines), height, width), np.uint8)
     for out, outline in zip(masks, outlines, strict=True):
         compressed = isinstance(outline, dict) and isinstance(outline["counts"], str)
@@ -108,7 +108,7 @@ def masks_of(outlines: list[Any], height: int, width: int) -> Array:
 
 
 def ahead(tasks: Iterable[Any], load: Any, threads: int) -> Iterator[tuple[Any, list[Any]]]:
-    """Yield each task with the results of ``load`` for its ``numbers``. Threads load ahead."""
+    """Yield each task with the results of ``load`` for its ``numbers``, which threads load in advance."""
     waiting: deque[tuple[Any, list[Future[Any]]]] = deque()
     with ThreadPoolExecutor(threads) as pool:
         for task in tasks:
@@ -121,7 +121,7 @@ def ahead(tasks: Iterable[Any], load: Any, threads: int) -> Iterator[tuple[Any, 
 
 
 def results_of(number: int, seen: dict[str, Tensor]) -> list[dict[str, Any]]:
-    """Return the detections on an image, in the format of COCO's results files."""
+    """Return the detections in an image, in COCO's results format."""
     boxes = torch.cat([seen["boxes"][:, :2], seen["boxes"][:, 2:] - seen["boxes"][:, :2]], 1).tolist()
     labels, shares = seen["labels"].int().tolist(), seen["scores"].tolist()
     results: list[dict[str, Any]] = [
@@ -138,7 +138,7 @@ def results_of(number: int, seen: dict[str, Tensor]) -> list[dict[str, Any]]:
 def scores(table: dict[str, Any], results: list[Any], kinds: tuple[str, ...]) -> dict[str, float]:
     """Return COCO's average precision for boxes ("bbox AP", "bbox AP50") and masks ("segm ...")."""
     metrics: dict[str, float] = {}
-    # An id of 0 would mean an object that was not found.
+    # The metric takes annotation id 0 to mean that an object was not detected.
     objects = [{**annotation, "id": number} for number, annotation in enumerate(table["annotations"], 1)]
     truth = COCO({**table, "annotations": objects})
     detections = truth.loadRes(results)

@@ -1,7 +1,8 @@
 """Hyperparameters of published detection runs on COCO, each with its source and reported result.
 
-A preset's ``rate`` is the peak learning rate for its whole batch, ``batch_size * devices``. With another
-batch, it is scaled linearly. All presets work for either model. ``expected`` names the published models.
+A preset's ``rate`` is the peak learning rate for its global batch, ``batch_size * devices``. For a batch of
+another size, the rate is scaled linearly. All presets work for either model. ``expected`` names the models
+that results were published for.
 """
 
 from __future__ import annotations
@@ -20,24 +21,24 @@ class Preset:
     Attributes:
         batch_size: Images per device and step.
         devices: Number of devices in the published run.
-        rate: Peak learning rate for the whole batch.
+        rate: Peak learning rate for the global batch.
         epochs: Length of the schedule.
-        warmup_steps: Steps in which the rate rises linearly.
-        warmup_start: Rate in the first step, as a share of the peak.
-        source: Where the numbers come from.
-        expected: What is reported for them.
-        milestones: Epochs at which the rate drops to a tenth. If empty, cosine to 0.
+        warmup_steps: Steps during which the learning rate rises linearly.
+        warmup_start: Learning rate in the first step, as a share of the peak.
+        source: Publication that the hyperparameters come from.
+        expected: Result that the source reports.
+        milestones: Epochs at which the rate drops to a tenth. If empty, the rate decays to 0 along a cosine.
         optimizer: "sgd" (momentum 0.9) or "adamw".
-        weight_decay: L2 for SGD, decoupled for AdamW.
-        clip: Maximum norm of all parameters' gradient. 0 means no limit.
+        weight_decay: L2 penalty with SGD; decoupled weight decay with AdamW.
+        clip: Maximum global norm of the gradients. 0 means no limit.
         precision: "float32", "float16" (with loss scaling) or "bfloat16".
         image_size: Target for an image's shorter side, in pixels.
-        longest: Limit for the longer side, in pixels, which takes precedence.
-        flip: If True, flip half of the images, at random.
+        longest: Maximum for the longer side, in pixels. Takes precedence over ``image_size``.
+        flip: If True, flip each image with probability 1/2.
         backbone: A torchvision ResNet with a feature pyramid, such as "resnet50_fpn".
         width: Channels in the pyramid and the mask head. The box head has four times as many.
         anchor: Side of the smallest anchor, in pixels.
-        regions: Regions per image that the heads are trained on.
+        regions: Number of regions per image on which the heads are trained.
     """
 
     batch_size: int
@@ -62,9 +63,10 @@ class Preset:
     regions: int = 512
 
     def overridden(self, given: argparse.Namespace) -> Preset:
-        """Return the preset with the command line's values, and others scaled accordingly.
+        """Return the preset with values from the command line, and dependent values scaled to match.
 
-        The rate follows the batch size, milestones the epochs, and the longer side the shorter one.
+        The rate is scaled with the batch size, milestones with the epochs, and the longer side with the
+        shorter.
         """
         values = {name: value for name in _OVERRIDDEN if (value := getattr(given, name, None)) is not None}
         larger_batch = values.get("batch_size", self.batch_size) / self.batch_size
@@ -75,7 +77,7 @@ class Preset:
         return replace(self, rate=self.rate * larger_batch, milestones=milestones, **values)
 
     def rate_for(self, batch: int) -> float:
-        """Return the peak learning rate for another whole batch, by linear scaling."""
+        """Return the peak learning rate for a global batch of another size, by linear scaling."""
         return self.rate * batch / (self.batch_size * self.devices)
 
 
@@ -89,7 +91,7 @@ _TORCHVISION = "github.com/pytorch/vision, references/detection/README.md and tr
 
 
 def _gluoncv(devices: int, expected: str) -> Preset:
-    """Return a published MXNet run: one image per device, and a rate of 0.00125 per image in the batch."""
+    """Return a published MXNet run: one image per device, with a rate of 0.00125 per image."""
     return Preset(
         batch_size=1, devices=devices, rate=0.00125 * devices, epochs=26, warmup_steps=1000,
         warmup_start=1 / 3, milestones=(17, 23), source=_GLUONCV, expected=expected,
@@ -100,10 +102,11 @@ def _mlperf(
     batch_size: int, devices: int, rate: float, warmup_steps: int, start: float, decays: tuple[int, int],
     epochs: int,
 ) -> Preset:
-    """Return a reference convergence point. ``decays`` are the steps at which the rate drops to a tenth.
+    """Return one of MLPerf's reference convergence points.
 
-    The source gives whole batches but no precision, and its runs end at the target. The schedule has one
-    epoch more than the source's mean run.
+    The rate drops to a tenth at the steps in ``decays``. The source gives global batch sizes but does not
+    state the precision, and its runs stop at the target accuracy. The schedule is one epoch longer than the
+    source's mean run.
     """
     milestones = [step * batch_size * devices / IMAGES for step in decays]
     return Preset(

@@ -1,4 +1,4 @@
-"""Train Faster R-CNN or Mask R-CNN with torchvision on any number of processes: COCO, or data in its layout.
+"""Train Faster R-CNN or Mask R-CNN with torchvision on COCO, or on data in COCO's layout.
 
     ringdance data prepare coco /data/coco /data/checked
     ringdance run -np 2 python train.py --preset laptop --data /data/checked --epochs 2
@@ -6,29 +6,33 @@
         --backbone-weights resnet50.pt --checkpoints run1 --precision float16
     ringdance run -H node1:8,node2:8,node3:8 python train.py --preset 24xV100 --data /data/checked
 
---data DIR has COCO's layout: DIR/annotations/instances_train2017.json with the images in DIR/train2017, and
-the same for val2017.
+--data DIR must have COCO's layout: annotations in DIR/annotations/instances_train2017.json, the images in
+DIR/train2017, and the same for val2017.
 
-`presets.py` has the presets: hyperparameters of published runs, and their results. Options override single
-values. A preset's learning rate applies to its whole batch; with another number of processes, it is scaled
-with the batch.
+`presets.py` contains the presets: hyperparameters of published runs, with their results. Options override
+individual values. A preset's learning rate applies to its global batch. With another number of processes, the
+rate is scaled in proportion to the batch.
 
---backbone-weights FILE is a file from torch.save() with the state_dict() of a torchvision classifier, or of
-the recipe resnet50, whose ResNet-50 has the same names. Its normalization and its first two stages are then
-frozen. Without such a file, normalization is GroupNorm, and everything is trained. --weights FILE is a whole
-detector, such as torchvision's own, to train further or to --evaluate. For torchvision's, use --norm frozen.
+--backbone-weights FILE takes the state_dict() of a torchvision classifier, written by torch.save(). Weights
+from the resnet50 recipe also work, because its parameters have the same names. The backbone's normalization
+and its first two stages are then frozen. Without this option, the backbone uses GroupNorm, and all layers are
+trained. --weights FILE takes a complete detector, such as torchvision's own, to train it further or to
+--evaluate it. For torchvision's detectors, add --norm frozen.
 
-If there are GPUs, a rank uses the GPU with its local rank.
+If there are GPUs, each rank uses the GPU whose number is its local rank.
 
-Each batch has either wide or high images, each image once per epoch. With --checkpoints, run the same command
-again to continue a run that was stopped or even killed, also with another number of processes.
+Each batch contains either wide or tall images, and each image is used once per epoch. With --checkpoints, a
+run that was stopped or even killed continues if you run the same command again, even with a different number
+of processes.
 
-Rank 0 prints a line every --log-every steps: the mean losses, images per second for all ranks and for each,
-the share of time that training waited for images, the time so far including earlier runs, the time left, and
-the cost if --price-per-hour gives the price of all machines together. After every --evaluate-every epochs, it
-prints COCO's average precision (AP; AP50 at an overlap of 0.5), with each image evaluated by one rank.
-Without a validation split, it uses the training images, and says so. The best model on the validation split
-is kept in --checkpoints, and --export writes its weights.
+Every --log-every steps, rank 0 prints the mean losses, the images per second in total and per rank, the share
+of time that training waited for images, the elapsed time including earlier runs, and the time left. If
+--price-per-hour gives the price of all machines together, the cost is printed as well.
+
+After every --evaluate-every epochs, rank 0 prints COCO's average precision (AP, and AP50 at an overlap of
+0.5). Each image is evaluated by one rank. If the data lacks a validation split, the training images are
+evaluated instead, and the output says so. The best model on the validation split is kept in the --checkpoints
+directory, and --export writes its weights.
 """
 
 from __future__ import annotations
@@ -82,17 +86,17 @@ class Batches:
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int, done: int = 0) -> None:
-        """Set the epoch, and how many of its images are done."""
+        """Set the epoch, and the number of its images that have already been used."""
         ratios, size = self.data.ratios, self.preset.batch_size
         self.epoch = epoch
         self.plan = EpochSteps(ratios, size, self.seed, epoch, hvd.rank(), hvd.size(), done)
 
     def load(self, place: int) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return an image as this epoch uses it."""
+        """Return an image with this epoch's augmentation."""
         return self.data.load(place, self.preset.flip and Draws(self.seed, self.epoch, place)() < 0.5)
 
     def __iter__(self) -> Iterator[Batch]:
-        """Yield batches whose images and labels are lists."""
+        """Yield batches, with images and labels as lists."""
         for part, loaded in ahead(self.plan, self.load, self.threads):
             images, objects = zip(*loaded, strict=True)
             used = np.array(part.numbers if part.weight else [-1])
@@ -103,16 +107,16 @@ class Batches:
 
 
 def detector(name: str, preset: Preset, classes: int, norm: str, weights: str | None) -> nn.Module:
-    """Return torchvision's FasterRCNN or MaskRCNN on a ResNet with a feature pyramid.
+    """Build torchvision's FasterRCNN or MaskRCNN on a ResNet with a feature pyramid.
 
-    With a width of 256, its parameters have the names and shapes of torchvision's own.
+    If the width is 256, the parameters have the same names and shapes as in torchvision's own detectors.
     """
     width, levels = preset.width, ["0", "1", "2", "3"]
     body = _body(preset.backbone, norm, weights)
     channels = [body.fc.in_features >> shift for shift in (3, 2, 1, 0)]
     stages = {f"layer{stage + 1}": level for stage, level in enumerate(levels)}
     backbone = BackboneWithFPN(body, stages, channels, width, norm_layer=None if norm == "frozen" else group)
-    # Values made for 800 pixels are scaled with the size of the anchors.
+    # Settings tuned for 800-pixel images are scaled with the anchor size.
     scale = 7 * preset.anchor
     pooled = functools.partial(MultiScaleRoIAlign, levels, sampling_ratio=2, canonical_scale=scale)
     sizes = tuple((preset.anchor << level,) for level in range(5))
@@ -135,7 +139,7 @@ def detector(name: str, preset: Preset, classes: int, norm: str, weights: str | 
 
 
 def _body(backbone: str, norm: str, weights: str | None) -> Any:
-    """Return a ResNet. If weights are loaded from a file, its first two stages are not trained."""
+    """Build the ResNet. If weights are loaded from a file, its first two stages are frozen."""
     name = backbone.removesuffix("_fpn")
     names = [one for one in models.list_models(module=models) if "resne" in one]
     if name not in names or name == backbone:
@@ -151,17 +155,17 @@ def _body(backbone: str, norm: str, weights: str | None) -> Any:
 
 
 def group(channels: int) -> nn.Module:
-    """Return a normalization layer that does not depend on the batch."""
+    """Return a GroupNorm layer, which does not depend on the other images in the batch."""
     return nn.GroupNorm(min(32, channels // 4), channels)
 
 
 def load_weights(
     model: nn.Module, file: str, option: str, is_head: Callable[[str], bool]
 ) -> list[str]:
-    """Load a state dict. Returns the parameters of a head for other classes, which are left unchanged.
+    """Load a state dict. A head for other classes is not loaded, and its parameters are returned by name.
 
     Raises:
-        SystemExit: The file cannot be read, or belongs to another model.
+        SystemExit: The file cannot be read, or contains another model.
     """
     try:
         return torch_state.load_weights(model, file, is_head)
@@ -195,12 +199,12 @@ class DetectionModel:
         self.sums: dict[str, Any] = {}
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Return a context in which convolutions compute with 16 bits if the preset says so."""
+        """Return an autocast context, which uses 16-bit convolutions if the preset's precision is 16-bit."""
         dtype = torch.float16 if self.preset.precision == "float16" else torch.bfloat16
         return torch.autocast(self.device.type, dtype, enabled=self.preset.precision != "float32")
 
     def pixels(self, image: Tensor) -> Tensor:
-        """Return an image on the device, with values from 0 to 1."""
+        """Copy an image to the device, and scale its values to 0 to 1."""
         return image.to(self.device, non_blocking=True).float() / 255
 
     def step(self, batch: Batch, rate: float) -> None:
@@ -230,7 +234,10 @@ class DetectionModel:
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
-        """Return COCO's metrics, as a single process would: one rank evaluates each image, separately."""
+        """Return COCO's metrics. Each rank evaluates a share of the images, one at a time.
+
+        The result is therefore the same as on a single rank.
+        """
         own = [Part([place], 1.0, 0, 1) for place in range(hvd.rank(), len(self.check), hvd.size())]
         results: list[tuple[int, list[Any]]] = []
         model = self.model.eval()
@@ -251,20 +258,20 @@ class DetectionModel:
         return metrics
 
     def described(self, at: Position, found: dict[str, float]) -> str:
-        """Format an evaluation."""
+        """Format the metrics of an evaluation."""
         shares = ", ".join(f"{name} {value:.4f}" for name, value in found.items() if "AP" in name)
         when = f"after {at.epoch} epochs" if at.step else "before"
         return f"{when}: {shares} of {found['count']:,} images"
 
     def average_statistics(self) -> None:
-        """Do nothing: no normalization here has per-rank statistics."""
+        """Do nothing: none of the normalization layers updates running statistics."""
 
     def state(self) -> dict[str, Array]:
         """Return copies of everything that a checkpoint needs."""
         return torch_state.arrays_of(self.inner, self.scaler, model=self.model)
 
     def restore(self, state: dict[str, Array]) -> None:
-        """Restore the values that ``state`` returned."""
+        """Restore a state returned by ``state``."""
         torch_state.restore(state, self.inner, self.scaler, model=self.model)
 
     def export(self, directory: Path) -> None:
@@ -282,7 +289,7 @@ _TITLES = {
 
 
 def options() -> Options:
-    """Return the command line's parser."""
+    """Return the parser for the command line."""
     made = Options(description=__doc__)
     add = made.add_argument
     add("--model", default="fasterrcnn", choices=("fasterrcnn", "maskrcnn"))
@@ -305,7 +312,7 @@ def options() -> Options:
 
 
 def splits(given: argparse.Namespace) -> tuple[Coco, Coco, str]:
-    """Return what to train on, what to evaluate, and the name of what is evaluated."""
+    """Open the splits to train on and to evaluate. Also returns the name of the evaluated split."""
     masks, checked = given.model == "maskrcnn", given.validation_split
     if not checked:
         has = (given.data / "annotations" / "instances_val2017.json").exists()
@@ -321,7 +328,7 @@ def splits(given: argparse.Namespace) -> tuple[Coco, Coco, str]:
             check.count_from_one()
     except (OSError, ArgumentError) as error:
         raise SystemExit(f"--data {given.data}: {error}. It must have COCO's layout: see --help") from None
-    except Exception as error:  # other JSON raises many kinds
+    except Exception as error:  # JSON with other contents raises many different exceptions
         raise SystemExit(f"--data {given.data}: annotations are malformed: {error!r}. {PREPARE}") from None
     if not len(data):
         raise SystemExit(f"--data {given.data}: no image of {given.split} has an object")
@@ -329,7 +336,7 @@ def splits(given: argparse.Namespace) -> tuple[Coco, Coco, str]:
 
 
 def main() -> None:
-    """Train as the command line says."""
+    """Run the training script."""
     given = options().read()
     hvd.init()
     given.threads = given.threads or max(1, own_cores())
@@ -339,7 +346,7 @@ def main() -> None:
     if torch.cuda.is_available():
         device = torch.device("cuda", hvd.local_rank() % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    torch.manual_seed(given.seed)  # same weights on all ranks; below, each rank's choice of regions differs
+    torch.manual_seed(given.seed)  # equal weights on all ranks; reseeded below so that regions differ
     data, check, split = splits(given)
     model = DetectionModel(given, preset, max(data.classes, check.classes), device, check)
     if given.weights:
@@ -351,7 +358,7 @@ def main() -> None:
 
 
 def train(given: argparse.Namespace, preset: Preset, model: DetectionModel, data: Coco, split: str) -> None:
-    """Train from the newest checkpoint to the last epoch, or only evaluate. Then export."""
+    """Train from the newest checkpoint to the last epoch, or only evaluate. Then export the model."""
     batches = Batches(data, preset, given.seed, given.threads)
     batch = preset.batch_size * hvd.size()
     same: dict[str, Any] = {
@@ -359,7 +366,7 @@ def train(given: argparse.Namespace, preset: Preset, model: DetectionModel, data
         "anchor": preset.anchor, "labels": max(data.classes, model.check.classes),
         "optimizer": preset.optimizer, "precision": preset.precision,
     }  # fmt: skip
-    if not given.evaluate:  # a position in an epoch depends on the epoch's order
+    if not given.evaluate:  # to resume within an epoch, its order must be the same
         same |= {"images": len(data), "batch_size": preset.batch_size, "seed": given.seed}
     training = Training(
         given, model, same, "images", len(data), preset.epochs, split, f"{model.kinds[-1]} AP"

@@ -1,7 +1,7 @@
 """Hyperparameters of published ResNet-50 runs, each with its source and reported result.
 
-A preset's ``rate`` is the peak learning rate for its whole batch, ``batch_size * devices``. With another
-number of devices, it is scaled linearly (Goyal et al. 2017). See ``Preset.rate_for``.
+A preset's ``rate`` is the peak learning rate for its global batch, ``batch_size * devices``. For a different
+number of devices, the rate is scaled linearly (Goyal et al. 2017). See ``Preset.rate_for``.
 """
 
 from __future__ import annotations
@@ -18,19 +18,21 @@ class Preset:
         batch_size: Images per device and step.
         devices: Number of devices in the published run.
         optimizer: "sgd" (with momentum) or "lars".
-        rate: Peak learning rate for the whole batch.
+        rate: Peak learning rate for the global batch.
         schedule: Schedule after the warm-up: "cosine", "step" (a tenth at each of ``milestones``) or
             "polynomial" (power 2).
-        warmup_epochs: Epochs in which the rate rises linearly.
-        warmup_start: Rate in the first step. 0 means the peak divided by the number of warm-up steps.
+        warmup_epochs: Epochs during which the learning rate rises linearly.
+        warmup_start: Learning rate in the first step. 0 means the peak divided by the number of warm-up
+            steps.
         epochs: Length of the schedule, including the warm-up.
-        source: Where the numbers come from.
-        expected: What the source reports for them.
-        milestones: Epochs for the schedule "step".
+        source: Publication that the hyperparameters come from.
+        expected: Result that the source reports.
+        milestones: Epochs at which the schedule "step" reduces the learning rate.
         label_smoothing: Share of the target that is spread over all classes.
-        weight_decay: L2, for weights only: not for biases, nor for normalization's scales and offsets.
-        momentum: SGD's, as in PyTorch: ``v = momentum * v + g; w = w - rate * v``. In LARS, ``v`` contains
-            the rate.
+        weight_decay: L2 penalty. Applies to weights only, not to biases or to the scales and offsets of
+            normalization layers.
+        momentum: SGD momentum as in PyTorch: ``v = momentum * v + g; w = w - rate * v``. In LARS, ``v``
+            includes the learning rate.
         precision: "float32", "float16" (with loss scaling) or "bfloat16".
         image_size: Size of the crops, in pixels.
         augment: If True, use random crops and flips.
@@ -55,11 +57,11 @@ class Preset:
     warmup_start: float = 0.0
 
     def rate_for(self, batch: int) -> float:
-        """Return the peak learning rate for another whole batch, by linear scaling."""
+        """Return the peak learning rate for a global batch of another size, by linear scaling."""
         return self.rate * batch / (self.batch_size * self.devices)
 
     def overridden(self, given: argparse.Namespace) -> Preset:
-        """Return the preset with the command line's values. Scales rate and milestones accordingly."""
+        """Return the preset with values from the command line. Rate and milestones are scaled accordingly."""
         values = {name: value for name in _OVERRIDDEN if (value := getattr(given, name, None)) is not None}
         larger = values.get("batch_size", self.batch_size) / self.batch_size
         longer = values.get("epochs", self.epochs) / self.epochs
@@ -76,7 +78,7 @@ _MLPERF = "MLPerf reference convergence points, github.com/mlcommons/logging, tr
 
 
 def _goyal(devices: int, expected: str) -> Preset:
-    """Return the paper's recipe: 0.1 for every 256 images in a batch, 32 images per device."""
+    """Return the paper's recipe: 32 images per device, with a rate of 0.1 per 256 images."""
     return Preset(
         batch_size=32, devices=devices, optimizer="sgd", rate=0.1 * 32 * devices / 256, schedule="step",
         milestones=(30, 60, 80), warmup_epochs=5, warmup_start=0.1, epochs=90, label_smoothing=0.0,
@@ -88,11 +90,11 @@ def _mlperf(
     batch_size: int, devices: int, rate: float, warmup_epochs: int, epochs: int, weight_decay: float,
     converged: float, momentum: float = 0.9,
 ) -> Preset:
-    """Return a reference convergence point.
+    """Return one of MLPerf's reference convergence points.
 
-    ``batch_size`` is the source's span of batch normalization. The length of the schedule is the source's
-    number of decay steps. The warm-up precedes them if the source's own runs took longer than that. Label
-    smoothing and precision are not in the source: they are NVIDIA's 0.1, and bfloat16.
+    ``batch_size`` is the source's number of images per batch normalization. The length of the schedule is the
+    source's number of decay steps. If the source's own runs took longer than that, the warm-up precedes the
+    decay steps. The source does not state label smoothing and precision: we use NVIDIA's 0.1, and bfloat16.
     """
     return Preset(
         batch_size=batch_size, devices=devices, optimizer="lars", rate=rate, schedule="polynomial",

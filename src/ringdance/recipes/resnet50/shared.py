@@ -1,4 +1,4 @@
-"""Code that train_torch.py and train_keras.py share: options, data, learning rate, start, steps, end."""
+"""Code that train_torch.py and train_keras.py share: options, data, learning rate and the training run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ringdance.training.schedules import Schedule
 
 
 def parser(manual: str) -> Options:
-    """Return a parser with the options of both scripts. A script may add its own."""
+    """Return a parser with the options that both scripts share. A script may add its own."""
     made = Options(description=manual)
     add, share = made.add_argument, number(float, 0, 1)
     add("--data", metavar="DIR", help="a data set that `ringdance data prepare` has written")
@@ -52,9 +52,10 @@ def read(made: Options) -> argparse.Namespace:
 
 
 def schedule_of(preset: Preset, given: argparse.Namespace, images: int, batch: int) -> Schedule:
-    """Return the learning rate's schedule. ``images`` is per epoch, ``batch`` is for all ranks."""
+    """Return the learning rate schedule. ``images`` is per epoch, and ``batch`` is the global batch size."""
     peak = preset.rate_for(batch) if given.rate is None else given.rate
-    # Without a value from the source, the first step gets one share of the warm-up: 0 would waste the step.
+    # If the source does not specify a start, the first step uses one increment of the warm-up. Starting from
+    # 0 would waste the step.
     start = preset.warmup_start or peak * batch / max(preset.warmup_epochs * images, batch)
     return Schedule(
         peak, preset.epochs, preset.schedule, preset.warmup_epochs, min(start, peak), preset.milestones
@@ -62,7 +63,7 @@ def schedule_of(preset: Preset, given: argparse.Namespace, images: int, batch: i
 
 
 def datasets(given: argparse.Namespace) -> tuple[Any, Any, str]:
-    """Return what to train on, what to evaluate, and the name of what is evaluated."""
+    """Open the data sets to train on and to evaluate. Also returns the name of the evaluated split."""
     if given.synthetic:
         data: Any = Synthetic(given.synthetic_images)
         return data, data, TRAINED_ON
@@ -76,26 +77,26 @@ def datasets(given: argparse.Namespace) -> tuple[Any, Any, str]:
 
 
 def ranks_of(count: int) -> tuple[int, ...]:
-    """Return the values of k for which top-k is informative with ``count`` classes."""
+    """Return the values of k for which top-k accuracy is meaningful with ``count`` classes."""
     return (1, 5) if count > 5 else (1,)
 
 
 def described(at: Position, found: dict[str, float]) -> str:
-    """Format an evaluation."""
+    """Format the metrics of an evaluation."""
     shares = (f"top-{name[3:]} {share:.2%}" for name, share in found.items() if name.startswith("top"))
     when = f"after {at.epoch} epochs" if at.step else "before any training"
     return f"{when}: {', '.join(shares)} of {found['count']:,} images"
 
 
 def begin_with(given: argparse.Namespace, model: Any, classes: int) -> str:
-    """Load weights on rank 0, except a head for other classes. Returns a message about it."""
+    """Load weights on rank 0, except for a head with other classes. Returns a message that says so."""
     file, fresh, problem = given.weights, list[str](), ""
     try:
         if hvd.rank() == 0:
             fresh = model.load_weights(file)
     except OSError as error:
         problem = f"--weights {file}: {error.strerror or error}"
-    except Exception as error:  # files of any kind raise many
+    except Exception as error:  # arbitrary files raise many different exceptions
         problem = f"--weights {file}: not for this model: {error}".splitlines()[0]
     if fresh and given.evaluate:
         problem = f"--weights {file} does not have {classes} classes, so there is nothing to evaluate"
@@ -110,21 +111,21 @@ def train(
     given: argparse.Namespace, preset: Preset, model: Any, data: Any, loader: Any, split: str,
     framework: str,
 ) -> None:
-    """Train from the newest checkpoint to the last epoch, or only evaluate. Then export.
+    """Train from the newest checkpoint to the last epoch, or only evaluate. Then export the model.
 
     Args:
-        given: Options of the command line.
-        preset: Preset, with the command line's values.
-        model: This rank's model. See Note [Models of recipes]. It also has ``step``, ``load_weights`` and
+        given: Options from the command line.
+        preset: Preset, with values from the command line.
+        model: This rank's model. See Note [Models of recipes]. It also needs ``step``, ``load_weights``, and
             ``equal``, which broadcasts rank 0's model.
         data: Data set to train on.
         loader: Loader for ``data``.
-        split: Name of what is evaluated.
+        split: Name of the split that is evaluated.
         framework: Name of the framework, for display.
     """
     same = {"model": given.model or f"ResNet-50 of width {given.width}", "classes": len(data.classes)}
     same |= {"optimizer": preset.optimizer, "precision": preset.precision}
-    if model.framework == "keras":  # its optimizer has other variables when accumulating
+    if model.framework == "keras":  # with accumulation, Keras optimizers have more variables
         same["accumulate"] = given.accumulate
     if not given.evaluate:
         same |= {"images": len(data), "preset": given.preset, "seed": given.seed}

@@ -1,35 +1,39 @@
 """Train ResNet-50 with Keras 3 on any number of processes: ImageNet, your own images, or synthetic ones.
 
-Try it on a laptop without data first, then with data that `ringdance data prepare` has written:
+Try it on a laptop without data first, then on data written by `ringdance data prepare`:
 
     ringdance run -np 2 python train_keras.py --preset laptop --synthetic --steps 20
     ringdance data prepare imagenet /data/ILSVRC2012 /data/imagenet --format tfrecord --shards 128
     ringdance run -np 8 python train_keras.py --preset 8xV100 --data /data/imagenet --checkpoints run1
     ringdance run -H node1:8,node2:8,node3:8,node4:8 python train_keras.py --preset 32 --data /data/imagenet
 
-`presets.py` has the presets: hyperparameters of published runs, and their results. Options override single
-values. A preset's learning rate applies to its whole batch; with another number of processes, it is scaled
-with the batch.
+`presets.py` contains the presets: hyperparameters of published runs, with their results. Options override
+individual values. A preset's learning rate applies to its global batch. With another number of processes, the
+rate is scaled in proportion to the batch.
 
-By default, it trains the ResNet-50 below. With --model NAME, it trains any classifier from
-keras.applications, such as MobileNetV2, after that model's preprocess_input. --weights FILE is a file from
-save_weights() or save() of the model.
+By default, the script trains the ResNet-50 below. With --model NAME, it trains any classifier from
+keras.applications, such as MobileNetV2, using that model's preprocess_input. --weights FILE takes a file
+written by the model's save_weights() or save().
 
-If there are GPUs, a rank uses the GPU with its local rank. KERAS_BACKEND chooses tensorflow, torch or jax.
+If there are GPUs, each rank uses the GPU whose number is its local rank. KERAS_BACKEND selects tensorflow,
+torch or jax.
 
-With --checkpoints, run the same command again to continue a run that was stopped or even killed, also with
-another number of processes. Model, optimizer, epoch and the position in the epoch are read from the newest
-checkpoint, and no image is used twice in an epoch. Only rank 0 reads and writes that directory.
+With --checkpoints, a run that was stopped or even killed continues if you run the same command again, even
+with a different number of processes. Model, optimizer, epoch and the position in the epoch are read from the
+newest checkpoint, and no image is used twice in an epoch. Only rank 0 reads and writes the directory.
 
-Rank 0 prints a line every --log-every steps: the mean loss (cross-entropy and, with SGD, the L2 term) and
-top-1 over the images (as augmented) that training has used since the last line, images per second for all
-ranks and for each, the share of time that training waited for images, the time so far including earlier
-runs, the time left, and the cost if --price-per-hour gives the price of all machines together. After every
---evaluate-every epochs, it prints top-1 and top-5 on the split `validation`, with each image counted once.
-Without such a split, it uses the training images, and says so. The model with the best top-1 on `validation`
-is kept in --checkpoints. --evaluate prints its metrics again, and --export writes it for score.py.
+Every --log-every steps, rank 0 prints a line with the following values. The mean loss (cross-entropy and,
+with SGD, the L2 term) and top-1 accuracy are over the (augmented) images used for training since the previous
+line. They are followed by the images per second in total and per rank, the share of time that training waited
+for images, the elapsed time including earlier runs, and the time left. If --price-per-hour gives the price of
+all machines together, the cost is printed as well.
 
-If the last images of an epoch do not fill a whole batch, they are skipped. Each epoch skips different images.
+After every --evaluate-every epochs, rank 0 prints top-1 and top-5 on the split `validation`, with each image
+counted once. If this split does not exist, the training images are evaluated instead, and the output says so.
+The model with the best top-1 on `validation` is kept in the --checkpoints directory. --evaluate prints its
+metrics again, and --export writes it for score.py.
+
+Images at the end of an epoch that do not fill a global batch are skipped. Each epoch skips different images.
 """
 
 from __future__ import annotations
@@ -57,7 +61,7 @@ import ringdance.keras as hvd
 from ringdance import numpy
 from ringdance.data import Batch
 
-MEAN, DEVIATION = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)  # ImageNet's pixels: R, G, B
+MEAN, DEVIATION = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)  # ImageNet's pixel statistics: R, G, B
 Array = np.ndarray[Any, Any]
 
 
@@ -69,7 +73,7 @@ def resnet50(classes: int, image_size: int, width: int = 64) -> Any:
     layers = keras.layers
 
     def conv(x: Any, filters: int, kernel: int, stride: int = 1) -> Any:
-        if kernel > 1:  # pads like PyTorch, not like "same"
+        if kernel > 1:  # pad symmetrically like PyTorch, unlike "same"
             x = layers.ZeroPadding2D(kernel // 2)(x)
         return layers.Conv2D(filters, kernel, stride, use_bias=False, kernel_initializer="he_normal")(x)
 
@@ -79,7 +83,7 @@ def resnet50(classes: int, image_size: int, width: int = 64) -> Any:
     def block(x: Any, filters: int, stride: int) -> Any:
         y = layers.ReLU()(norm(conv(x, filters, 1)))
         y = layers.ReLU()(norm(conv(y, filters, 3, stride)))
-        y = norm(conv(y, 4 * filters, 1), "zeros")  # a block starts as the identity: Goyal et al. 2017
+        y = norm(conv(y, 4 * filters, 1), "zeros")  # each block starts as the identity (Goyal et al. 2017)
         if stride > 1 or x.shape[-1] != 4 * filters:
             x = norm(conv(x, 4 * filters, 1, stride))
         return layers.ReLU()(layers.Add()([x, y]))
@@ -117,7 +121,7 @@ def of_keras(name: str, classes: int, image_size: int) -> Any:
 
 
 def use_own_gpu() -> None:
-    """Make only the GPU with its local rank visible to this rank. With JAX, use CUDA_VISIBLE_DEVICES."""
+    """Hide all GPUs but the one whose number is the local rank. For JAX, this sets CUDA_VISIBLE_DEVICES."""
     if keras.backend.backend() == "tensorflow":
         import tensorflow as tf
 
@@ -137,7 +141,7 @@ def use_own_gpu() -> None:
 
 
 class LARS(keras.optimizers.Optimizer):  # type: ignore[misc]
-    """Momentum SGD whose rate is adapted, layer by layer, to the norms of weights and gradients.
+    """Momentum SGD that adapts the learning rate of each layer to the norms of its weights and gradients.
 
     For each variable with more than one dimension::
 
@@ -145,7 +149,8 @@ class LARS(keras.optimizers.Optimizer):  # type: ignore[misc]
         v = momentum * v + learning_rate * trust * (g + weight_decay * w)
         w = w - v
 
-    Biases, and normalization's scales and offsets, have one dimension: their trust is 1, without decay.
+    Biases and the scales and offsets of normalization layers have one dimension. For these, the trust is 1
+    and weight decay is not applied.
     Source: You, Gitman, Ginsburg 2017, "Large Batch Training of Convolutional Networks", arXiv 1708.03888.
     """
 
@@ -155,7 +160,7 @@ class LARS(keras.optimizers.Optimizer):  # type: ignore[misc]
         self.decay = weight_decay  # not the base class's weight_decay, which is subtracted from the weights
 
     def build(self, variables: Any) -> None:
-        """Create the velocities."""
+        """Create the velocity of each variable."""
         if not self.built:
             super().build(variables)
             self.velocities = [self.add_variable_from_reference(one, name="velocity") for one in variables]
@@ -165,7 +170,7 @@ class LARS(keras.optimizers.Optimizer):  # type: ignore[misc]
         ops, velocity = keras.ops, self.velocities[self._get_variable_index(variable)]
         rate, gradient = ops.cast(learning_rate, variable.dtype), ops.cast(gradient, variable.dtype)
         if len(variable.shape) > 1:
-            # Squares in float16 overflow.
+            # In float16, the squares would overflow.
             weights, slope = (
                 ops.sqrt(ops.sum(ops.square(ops.cast(tensor, "float32")))) for tensor in (variable, gradient)
             )
@@ -182,7 +187,7 @@ class LARS(keras.optimizers.Optimizer):  # type: ignore[misc]
 
 
 class KerasImageModel:
-    """This rank's compiled model, and how it is updated."""
+    """This rank's compiled model, with the steps that update it."""
 
     framework, described = "keras", staticmethod(described)
 
@@ -206,17 +211,18 @@ class KerasImageModel:
         # float16: compile() adds loss scaling; if a rank's gradients overflow, all ranks skip that step.
         self.model.compile(hvd.DistributedOptimizer(optimizer), loss, weighted_metrics=["accuracy"])
         self.model.optimizer.build(self.model.trainable_variables)
-        # All variables, including averages of gradients, loss scale and counters.
+        # All variables, including running averages of gradients, the loss scale and counters.
         self.variables = [*self.model.variables, *self.model.optimizer.variables]
 
     def step(self, batch: Batch, rate: float) -> None:
-        """Update the model with one batch, in several passes.
+        """Update the model with one batch, in one or more passes.
 
-        With SGD, momentum is corrected when the rate changes, so that it matches PyTorch's. LARS needs no
-        correction: the rate of each step is part of its velocity, as in the paper.
+        With SGD, the momentum is corrected when the learning rate changes, so that updates match PyTorch's.
+        LARS needs no correction, because its velocity includes the learning rate of each step, as in the
+        paper.
 
-        Gradients are averaged over passes and ranks. With the samples' weights, the result is the mean over
-        the samples in the global batch, even if it is short, or if a rank or a pass has no samples.
+        Gradients are averaged over passes and ranks. Sample weights make this average the mean over all
+        samples in the global batch, even if the batch is short, or if a rank or a pass has no samples.
         """
         count, optimizer = len(batch.labels), self.model.optimizer
         inner = getattr(optimizer, "inner_optimizer", optimizer)
@@ -224,7 +230,7 @@ class KerasImageModel:
         targets = keras.utils.to_categorical(batch.labels, self.classes)
         for rows in np.array_split(np.arange(count), self.passes):
             weight = batch.weight * self.passes * len(rows) / count
-            rows = rows if len(rows) else np.arange(1)  # all must join the exchange: one image with weight 0
+            rows = rows if len(rows) else np.arange(1)  # every rank must take part: one image of weight 0
             weights = np.full(len(rows), weight, np.float32)
             self.last = self.model.train_on_batch(batch.images[rows], targets[rows], sample_weight=weights)
 
@@ -235,7 +241,7 @@ class KerasImageModel:
         return {"loss": loss, "top-1": right}
 
     def evaluate(self) -> dict[str, float]:
-        """Return "count", the number of images on all ranks, and the shares "top1" and "top5"."""
+        """Return the number of images on all ranks ("count"), and the top-1 and top-5 accuracy, 0 to 1."""
         self.average_statistics()
         right = hvd.TopK(ranks_of(self.classes))
         self.checks.set_epoch(0)
@@ -257,18 +263,18 @@ class KerasImageModel:
         return {f"v{number}": read_value(variable) for number, variable in enumerate(self.variables)}
 
     def restore(self, state: dict[str, Array]) -> None:
-        """Restore the values that ``state`` returned."""
+        """Restore a state returned by ``state``."""
         for number, variable in enumerate(self.variables):
             variable.assign(state[f"v{number}"])
 
     def load_weights(self, file: str) -> list[str]:
-        """Load weights. Returns the names of the head's weights if it is for other classes."""
+        """Load weights. A head for other classes is not loaded, and its weights' names are returned."""
         body = self.body()
         before = {weights.path: read_value(weights) for weights in body.trainable_weights}
         try:
             body.load_weights(file)
             return []
-        except ValueError:  # possibly a head for other classes
+        except ValueError:  # the head may be for other classes
             with warnings.catch_warnings(action="ignore"):
                 body.load_weights(file, skip_mismatch=True)
         same = [one for one in body.trainable_weights if np.array_equal(before[one.path], read_value(one))]
@@ -278,11 +284,11 @@ class KerasImageModel:
         return head
 
     def body(self) -> Any:
-        """Return the model from keras.applications, or our own."""
+        """The model from keras.applications, or the ResNet-50 above."""
         return next((layer for layer in self.model.layers if isinstance(layer, keras.Model)), self.model)
 
     def equal(self) -> None:
-        """Broadcast rank 0's model to all ranks."""
+        """Broadcast rank 0's model, so that all ranks have equal ones."""
         hvd.broadcast_variables(self.variables, root_rank=0)
 
     def export(self, directory: Path) -> None:
@@ -298,7 +304,7 @@ def read_value(variable: Any) -> Array:
 
 
 def main() -> None:
-    """Train as the command line says."""
+    """Run the training script."""
     given = read(parser(__doc__ or ""))
     hvd.init()
     use_own_gpu()

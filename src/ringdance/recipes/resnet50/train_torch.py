@@ -1,36 +1,39 @@
 """Train ResNet-50 with PyTorch on any number of processes: ImageNet, your own images, or synthetic ones.
 
-Try it on a laptop without data first, then with data that `ringdance data prepare` has written:
+Try it on a laptop without data first, then on data written by `ringdance data prepare`:
 
     ringdance run -np 2 python train_torch.py --preset laptop --synthetic --steps 20
     ringdance data prepare imagenet /data/ILSVRC2012 /data/imagenet --format tfrecord --shards 128
     ringdance run -np 8 python train_torch.py --preset 8xV100 --data /data/imagenet --checkpoints run1
     ringdance run -H node1:8,node2:8,node3:8,node4:8 python train_torch.py --preset 32 --data /data/imagenet
 
-`presets.py` has the presets: hyperparameters of published runs, and their results. Options override single
-values. A preset's learning rate applies to its whole batch; with another number of processes, it is scaled
-with the batch.
+`presets.py` contains the presets: hyperparameters of published runs, with their results. Options override
+individual values. A preset's learning rate applies to its global batch. With another number of processes, the
+rate is scaled in proportion to the batch.
 
-By default, it trains the ResNet-50 below, whose weights have the names of torchvision's resnet50. With
---model NAME, it trains any torchvision classifier (if torchvision is installed), such as resnet18 or
-vit_b_16, with the normalization that its weights expect. googlenet and inception_v3 have no auxiliary heads
-here. --weights FILE is a file from torch.save() with a model's state_dict().
+By default, the script trains the ResNet-50 below, whose parameters have the same names as in torchvision's
+resnet50. With --model NAME, it trains any torchvision classifier (if torchvision is installed), such as
+resnet18 or vit_b_16, with the normalization that its weights expect. googlenet and inception_v3 are built
+without their auxiliary heads. --weights FILE takes a model's state_dict(), written by torch.save().
 
-If there are GPUs, a rank uses the GPU with its local rank.
+If there are GPUs, each rank uses the GPU whose number is its local rank.
 
-With --checkpoints, run the same command again to continue a run that was stopped or even killed, also with
-another number of processes. Model, optimizer, epoch and the position in the epoch are read from the newest
-checkpoint, and no image is used twice in an epoch. Only rank 0 reads and writes that directory.
+With --checkpoints, a run that was stopped or even killed continues if you run the same command again, even
+with a different number of processes. Model, optimizer, epoch and the position in the epoch are read from the
+newest checkpoint, and no image is used twice in an epoch. Only rank 0 reads and writes the directory.
 
-Rank 0 prints a line every --log-every steps: the mean loss and top-1 over the images (as augmented) that
-training has used since the last line, images per second for all ranks and for each, the share of time that
-training waited for images, the time so far including earlier runs, the time left, and the cost if
---price-per-hour gives the price of all machines together. After every --evaluate-every epochs, it prints
-top-1 and top-5 on the split `validation`, with each image counted once. Without such a split, it uses the
-training images, and says so. The model with the best top-1 on `validation` is kept in --checkpoints.
---evaluate prints its metrics again, and --export writes it for score.py.
+Every --log-every steps, rank 0 prints a line with the following values. The mean loss and top-1 accuracy are
+over the (augmented) images used for training since the previous line. They are followed by the images per
+second in total and per rank, the share of time that training waited for images, the elapsed time including
+earlier runs, and the time left. If --price-per-hour gives the price of all machines together, the cost is
+printed as well.
 
-If the last images of an epoch do not fill a whole batch, they are skipped. Each epoch skips different images.
+After every --evaluate-every epochs, rank 0 prints top-1 and top-5 on the split `validation`, with each image
+counted once. If this split does not exist, the training images are evaluated instead, and the output says so.
+The model with the best top-1 on `validation` is kept in the --checkpoints directory. --evaluate prints its
+metrics again, and --export writes it for score.py.
+
+Images at the end of an epoch that do not fill a global batch are skipped. Each epoch skips different images.
 """
 
 from __future__ import annotations
@@ -52,7 +55,7 @@ import ringdance.torch as hvd
 from ringdance.data import Batch
 from ringdance.recipes import torch_state
 
-MEAN, DEVIATION = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)  # ImageNet's pixels: R, G, B
+MEAN, DEVIATION = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)  # ImageNet's pixel statistics: R, G, B
 Array = np.ndarray[Any, Any]
 
 
@@ -60,19 +63,19 @@ Array = np.ndarray[Any, Any]
 
 
 def conv(before: int, after: int, kernel: int, stride: int = 1) -> nn.Conv2d:
-    """Return a convolution that keeps the size, divided by its stride."""
+    """Return a padded convolution, which changes the size of its input only by the stride."""
     return nn.Conv2d(before, after, kernel, stride, kernel // 2, bias=False)
 
 
 class Block(nn.Module):
-    """1x1, 3x3 and 1x1 convolutions next to a shortcut. The stride is in the 3x3 convolution (v1.5)."""
+    """A bottleneck block: 1x1, 3x3 (with the stride, as in v1.5) and 1x1 convolutions, and a shortcut."""
 
     def __init__(self, channels: int, width: int, stride: int) -> None:
         super().__init__()
         self.conv1, self.bn1 = conv(channels, width, 1), nn.BatchNorm2d(width)
         self.conv2, self.bn2 = conv(width, width, 3, stride), nn.BatchNorm2d(width)
         self.conv3, self.bn3 = conv(width, 4 * width, 1), nn.BatchNorm2d(4 * width)
-        nn.init.zeros_(self.bn3.weight)  # a block starts as the identity: Goyal et al. 2017
+        nn.init.zeros_(self.bn3.weight)  # each block starts as the identity (Goyal et al. 2017)
         self.downsample: nn.Module = nn.Identity()
         if stride > 1 or channels != 4 * width:
             shortcut = conv(channels, 4 * width, 1, stride)
@@ -86,7 +89,7 @@ class Block(nn.Module):
 
 
 def resnet50(classes: int, width: int) -> nn.Module:
-    """Return ResNet-50 v1.5, which outputs logits. Its parameters have torchvision's names."""
+    """Build ResNet-50 v1.5, which outputs logits. Its parameters have the same names as in torchvision."""
     layers: OrderedDict[str, nn.Module] = OrderedDict(conv1=conv(3, width, 7, 2), bn1=nn.BatchNorm2d(width))
     layers |= OrderedDict(relu=nn.ReLU(inplace=True), maxpool=nn.MaxPool2d(3, 2, 1))
     channels = width
@@ -108,7 +111,7 @@ def resnet50(classes: int, width: int) -> nn.Module:
 
 
 def of_torchvision(name: str, classes: int, size: int) -> tuple[nn.Module, Any, Any]:
-    """Return a torchvision classifier, and the mean and deviation of the pixels (0 to 255) it expects."""
+    """Build a torchvision classifier. Also returns the pixel mean and standard deviation that it expects."""
     try:
         from torchvision import models  # type: ignore[import-not-found,import-untyped,unused-ignore]
     except (ImportError, RuntimeError) as error:
@@ -152,7 +155,7 @@ class Classifier(nn.Module):
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Return two groups for an optimizer: weights (with decay), and biases and normalization (without)."""
+    """Return two parameter groups: weights with decay, then biases and normalization layers without decay."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return [
         {"params": [weight for weight in trained if weight.ndim > 1], "weight_decay": weight_decay},
@@ -161,7 +164,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 
 
 class LARS(torch.optim.Optimizer):
-    """Momentum SGD whose rate is adapted, layer by layer, to the norms of weights and gradients.
+    """Momentum SGD that adapts the learning rate of each layer to the norms of its weights and gradients.
 
     For each parameter with more than one dimension::
 
@@ -169,7 +172,8 @@ class LARS(torch.optim.Optimizer):
         v = momentum * v + lr * trust * (g + weight_decay * w)
         w = w - v
 
-    Biases, and normalization's scales and offsets, have one dimension: their trust is 1, without decay.
+    Biases and the scales and offsets of normalization layers have one dimension. For these, the trust is 1
+    and weight decay is not applied.
     Source: You, Gitman, Ginsburg 2017, "Large Batch Training of Convolutional Networks", arXiv 1708.03888.
     """
 
@@ -178,7 +182,7 @@ class LARS(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update the parameters that have gradients, without waiting for a GPU."""
+        """Update the parameters that have gradients, without synchronizing with the GPU."""
         for group in self.param_groups:
             decay = group["weight_decay"]
             for parameter in group["params"]:
@@ -199,7 +203,7 @@ class LARS(torch.optim.Optimizer):
 
 
 class TorchImageModel:
-    """This rank's model, optimizer and loss scale, and how they are updated."""
+    """This rank's model, optimizer and loss scale, with the steps that update them."""
 
     framework, described = "torch", staticmethod(described)
 
@@ -229,22 +233,22 @@ class TorchImageModel:
         self.sums = torch.zeros(3, device=device)  # loss, correct images, images
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return the logits for images, pixels 0 to 255, shape (n, 3, size, size)."""
+        """Return the logits for images of shape (n, 3, size, size), with pixel values from 0 to 255."""
         with self.autocast():
             logits: Tensor = self.model((images.float() - self.mean) / self.deviation)
         return logits
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Return a context in which convolutions compute with 16 bits if the preset says so."""
+        """Return an autocast context, which uses 16-bit convolutions if the preset's precision is 16-bit."""
         low = self.preset.precision != "float32"
         dtype = torch.float16 if self.preset.precision == "float16" else torch.bfloat16
         return torch.autocast(self.device.type, dtype, enabled=low)
 
     def step(self, batch: Batch, rate: float) -> None:
-        """Update the model with one batch, in several passes.
+        """Update the model with one batch, in one or more passes.
 
-        The gradients are averaged over the ranks. With the batch's weight, the result is the mean over the
-        images in the global batch, even if the batch is short or this rank has no images.
+        Each rank's loss is scaled by ``batch.weight``, so averaging the gradients over the ranks gives the
+        mean over all images in the global batch, even if the batch is short or this rank has no images.
         """
         for group in self.inner.param_groups:
             group["lr"] = rate
@@ -271,7 +275,7 @@ class TorchImageModel:
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
-        """Return "count", the number of images on all ranks, and the shares "top1" and "top5"."""
+        """Return the number of images on all ranks ("count"), and the top-1 and top-5 accuracy, 0 to 1."""
         self.average_statistics()
         model, metric = self.model.eval(), hvd.TopK(ranks_of(self.classes))
         self.checks.set_epoch(0)
@@ -292,16 +296,16 @@ class TorchImageModel:
         return torch_state.arrays_of(self.inner, self.scaler, model=self.model)
 
     def restore(self, state: dict[str, Array]) -> None:
-        """Restore the values that ``state`` returned."""
+        """Restore a state returned by ``state``."""
         torch_state.restore(state, self.inner, self.scaler, model=self.model)
 
     def load_weights(self, file: str) -> list[str]:
-        """Load a state dict. Returns the names of the head's parameters if it is for other classes."""
+        """Load a state dict. Returns the names of a head's parameters that do not fit and were not loaded."""
         head = [*self.model.state_dict()][-1].rpartition(".")[0] + "."
         return torch_state.load_weights(self.model, file, lambda name: name.startswith(head))
 
     def equal(self) -> None:
-        """Broadcast rank 0's model to all ranks."""
+        """Broadcast rank 0's model, so that all ranks have equal ones."""
         hvd.broadcast_parameters(self.model.state_dict(), root_rank=0)
 
     def export(self, directory: Path) -> None:
@@ -317,7 +321,7 @@ class TorchImageModel:
 
 
 def main() -> None:
-    """Train as the command line says."""
+    """Run the training script."""
     options = parser(__doc__ or "")
     given = read(options)
     if not given.model and given.image_size is not None and given.image_size <= 32:

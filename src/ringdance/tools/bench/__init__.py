@@ -1,1 +1,1 @@
-"""``ringdance bench`` and ``ringdance tune``: find what limits a script, and the best settings on CPUs."""
+"""``ringdance bench`` and ``ringdance tune``: find what limits a script, and the best settings for CPUs."""

@@ -1,4 +1,4 @@
-"""``ringdance bench input``: find out from three short runs whether input limits training."""
+"""``ringdance bench input``: use three short runs to find out whether the input limits training."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ringdance.launch.subcommands import Subcommand
 from ringdance.tools.bench.train import TRAIN
 from ringdance.tools.report.bottlenecks import Limit
 
-INPUT_MARK = "::ringdance-input::"  # same as in ringdance.training.loaders.input_check
+INPUT_MARK = "::ringdance-input::"  # must match ringdance.training.loaders.input_check
 PARTS = {"loader": "loader alone", "step": "step alone", "both": "both"}
 _LESS = {
     "images": "prepare smaller images (`ringdance data prepare ... --resize 256`)",
@@ -59,16 +59,16 @@ class Speed:
     """The result of one run.
 
     Attributes:
-        unit: Kind of samples that the loader returns: images, rows or samples.
-        samples_per_second: Speed of all ranks together, at the pace of the slowest.
-        noise: Half of the speed's 95% confidence interval, as a share of the speed.
-        slowest: Number of the slowest rank.
-        behind: Share by which this rank is slower than the mean rank.
-        cores: Cores that this rank uses, including its loader's processes.
-        cores_of_mean: Cores that the mean rank uses.
-        usable: Cores available to this rank.
-        host_busy: Share of its host's processor time in use, by any program.
-        by_others: Share of the host's processor time that other programs use.
+        unit: What the loader's samples are called: images, rows or samples.
+        samples_per_second: Total speed of all ranks, if each runs at the pace of the slowest.
+        noise: Half the width of the speed's 95% confidence interval, as a share of the speed.
+        slowest: The slowest rank.
+        behind: Share by which the slowest rank is slower than the average.
+        cores: Number of cores that the slowest rank uses, including its loader's processes.
+        cores_of_mean: Number of cores that a rank uses on average.
+        usable: Number of cores available to the slowest rank.
+        host_busy: Share of CPU time in use on the slowest rank's host, by any program.
+        by_others: Share of CPU time on this host that other programs use.
     """
 
     unit: str
@@ -84,12 +84,12 @@ class Speed:
 
     @property
     def is_busy(self) -> bool:
-        """True if there is barely an idle core."""
+        """True if hardly any core is idle."""
         return self.host_busy >= BUSY or self.cores >= BUSY * self.usable
 
     @classmethod
     def of(cls, rows: Sequence[Mapping[str, Any]]) -> Speed:
-        """Combine the measurements of all ranks."""
+        """Combine the measurements from all ranks."""
         speeds = [row["samples"] / row["seconds"] for row in rows]
         least, mean = min(speeds), fmean(speeds)
         slowest = speeds.index(least)
@@ -103,11 +103,11 @@ class Speed:
 
 
 def judge(speeds: Mapping[str, Speed]) -> Limit:
-    """Decide which waits for which, from the three speeds.
+    """Compare the three speeds to decide whether the loader or the step waits for the other.
 
     Returns:
-        A limit whose bound is loader, step, cores (both need the same cores), order (one works while the
-        other waits), or unclear if the speeds differ by less than their noise.
+        A limit whose bound is "loader", "step", "cores" (both need the same cores), "order" (each waits while
+        the other works) or "unclear" (for example, the speeds differ by less than their noise).
     """
     loader, step, both = (speeds[part].samples_per_second for part in PARTS)
     alone = speeds["loader"]
@@ -118,7 +118,7 @@ def judge(speeds: Mapping[str, Speed]) -> Limit:
     )
     taken = max((speed.by_others for speed in speeds.values() if speed.host_busy >= BUSY), default=0.0)
     disturbed = taken >= TAKEN
-    # A loader that barely uses a core is waiting, regardless of what others do on the cores.
+    # A loader that hardly uses a core is waiting, even if other programs keep the cores busy.
     waits = max(loader, both) < step * (1 - LITTLE) and alone.cores < NO_CORES
     slow = loader < step * (1 - LITTLE) and (both >= loader * 0.7 or (disturbed and waits))
     if disturbed and not waits:
@@ -129,7 +129,7 @@ def judge(speeds: Mapping[str, Speed]) -> Limit:
             "Measure again while nothing else is running on the hosts.",
         )
     noise, other = (hypot(speeds[part].noise, speeds["step"].noise) for part in ("both", "loader"))
-    fast = step / (step + loader) < LITTLE  # even loading and stepping in turns would cost less than that
+    fast = step / (step + loader) < LITTLE  # even without any overlap, loading would cost less than that
     if (noise >= max(LITTLE, 1 - both / step) and not fast) or (slow and other >= 1 - loader / step):
         return Limit(
             "unclear", f"The speeds differ by less than their noise, {max(noise, other):.0%}: {all_three}.",
@@ -153,7 +153,12 @@ def judge(speeds: Mapping[str, Speed]) -> Limit:
 
 
 def _competing(speeds: Mapping[str, Speed], all_three: str) -> Limit:
-    """Return the limit if loader and step are fast enough, but not together. ``all_three``: their speeds."""
+    """Return the limit if loader and step are fast enough on their own, but not together.
+
+    Args:
+        speeds: The three speeds.
+        all_three: The speeds as text.
+    """
     less = _LESS[speeds["loader"].unit]
     loader, step, both = (speeds[part].samples_per_second for part in PARTS)
     if not speeds["both"].is_busy and loader > both:
@@ -174,7 +179,7 @@ def _competing(speeds: Mapping[str, Speed], all_three: str) -> Limit:
 
 
 def _faster_loader(alone: Speed) -> str:
-    """Advise what to do about a loader that is the limit."""
+    """Return advice for a loader that limits training."""
     less = _LESS[alone.unit]
     used = f"it uses {alone.cores:.1f} of {alone.usable:.1f} cores"
     waits = "for a disk, a network, a lock or a sleep"
@@ -210,10 +215,10 @@ def table(speeds: Mapping[str, Speed]) -> str:
 
 
 def measure(part: str, words: Sequence[str], seconds: float) -> Speed:
-    """Run ``ringdance run`` with ``words`` to measure one part.
+    """Run ``ringdance run`` with the arguments ``words``, and measure one part.
 
     Raises:
-        CommandError: The run failed, or ended before it was measured.
+        CommandError: The run failed, or ended before the measurement was complete.
     """
     environ = os.environ | {
         "RINGDANCE_INPUT_CHECK": part, "RINGDANCE_INPUT_CHECK_TIME": str(seconds),
@@ -232,7 +237,7 @@ def measure(part: str, words: Sequence[str], seconds: float) -> Speed:
                 if row["text"].startswith(INPUT_MARK):
                     speed = Speed.of(json.loads(row["text"].removeprefix(INPUT_MARK)))
                     continue
-            except (ValueError, KeyError, TypeError):  # a line from the launcher itself
+            except (ValueError, KeyError, TypeError):  # not a JSON record: printed by the launcher itself
                 pass
             last.append(text)
     if speed is None or process.returncode:
@@ -282,7 +287,7 @@ def _add_input(parser: argparse.ArgumentParser) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run ``ringdance bench`` with the words after it. Returns the exit code."""
+    """Run ``ringdance bench`` with the arguments ``argv``. Returns the exit code."""
     text = "measure whether the loader or the step limits training"
     known = {"input": Subcommand(_input, text, _add_input, _INPUT), "train": TRAIN}
     return subcommands.run("ringdance bench", "Measure training with short runs.", known, argv)

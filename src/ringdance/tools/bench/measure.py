@@ -1,4 +1,4 @@
-"""Measure steps for ``ringdance bench train``: with Ringdance's exchange, without one, and with a peer's."""
+"""Time steps for ``ringdance bench train``: with Ringdance, without an exchange, and with other libraries."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ class Made(NamedTuple):
     """A model that a framework has built.
 
     Attributes:
-        steps: Step functions by contestant. Each call takes a step and returns its loss.
-        sizes: Name and bytes of all gradients, in the order of the forward pass.
-        ready: Measures when the gradients are ready; None if the framework does not show it.
-        exchange: Returns a step that only averages gradients of the specified bytes, all at once.
+        steps: Step functions by contestant. Each call runs a step and returns the loss.
+        sizes: Name and size in bytes of each gradient, in forward order.
+        ready: Measures when the gradients are ready. None if the framework does not report this.
+        exchange: Returns a step function that only averages gradients with the given sizes in bytes, all at
+            once.
         gpu: True if the rank has a GPU.
     """
 
@@ -43,7 +44,7 @@ class Made(NamedTuple):
 
 
 def batch_of(given: Mapping[str, Any], rank: int) -> tuple[Any, Any]:
-    """Return samples and labels, which differ between ranks."""
+    """Return synthetic samples and labels, which are different on each rank."""
     random, name, count, size = np.random.default_rng(rank), given["model"], given["batch"], given["image"]
     if name in ("deepfm", "bert-base"):
         from ringdance.tools.plan.torch_models import FIELDS, TABLE, WORDS
@@ -56,16 +57,16 @@ def batch_of(given: Mapping[str, Any], rank: int) -> tuple[Any, Any]:
 
 
 def measure(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Train on synthetic samples in alternating blocks of steps. Returns this rank's times.
+    """Train on synthetic samples, alternating between contestants in blocks of steps.
 
     Args:
         given: Options: ``model``, ``framework``, ``batch``, ``image``, ``dtype``, ``against``, ``steps``,
             ``warmup``, ``unit``.
 
     Returns:
-        Seconds per step by contestant and block, single steps without exchange, gradients, seconds of the
-        exchange alone, the host and its cores, the share of these cores in use, and how many of them this
-        rank used.
+        This rank's measurements: seconds per step by contestant and block, times of single steps without an
+        exchange, gradients, seconds for the exchange alone, the host and its cores, the share of these cores
+        in use, and the number of cores that this rank used.
     """
     hvd = ringdance.numpy
     made: Made = _MAKERS[given["framework"]](given)
@@ -88,7 +89,7 @@ def measure(given: Mapping[str, Any]) -> dict[str, Any]:
     used = (time.process_time() - cpu) / (time.perf_counter() - began)
     busy = use.share()
     gradients = made.ready() if made.ready else assumed(made.sizes, median(blocks["alone"]))
-    # Sparse gradients differ in size between ranks, so all use the sizes on rank 0.
+    # The sizes of sparse gradients differ between ranks, so all ranks use those from rank 0.
     agreed = hvd.broadcast_object([nbytes for _, nbytes, _ in gradients], 0)
     exchange = (made.exchange or _by_numpy)(agreed)
     exchange()
@@ -106,12 +107,12 @@ def _block(step: Step, count: int) -> tuple[float, float]:
     began = time.perf_counter()
     for _ in range(count):
         loss = step()
-    last = float(loss)  # waits until a GPU is done
+    last = float(loss)  # synchronizes with the GPU
     return (time.perf_counter() - began) / count, last
 
 
 def assumed(sizes: Sequence[tuple[str, int]], step: float) -> Gradients:
-    """Return gradients that become ready evenly over the backward pass, last layer first."""
+    """Return gradients that are assumed to become ready evenly over the backward pass, last layer first."""
     pace = step * (1 - FORWARD) / len(sizes)
     ends = (step * FORWARD + pace * place for place in range(1, len(sizes) + 1))
     return [(name, nbytes, end) for (name, nbytes), end in zip(reversed(sizes), ends, strict=True)]
@@ -172,7 +173,7 @@ def _torch(given: Mapping[str, Any]) -> Made:
 
 
 def _ready(model: Any, step: Step, gpu: bool) -> Gradients:
-    """Return when PyTorch's hooks see the gradients, or when a GPU has computed them. Times are medians."""
+    """Return the median time at which PyTorch's hooks run, or at which the GPU has computed each gradient."""
     import torch
 
     seen_at: dict[str, tuple[int, list[Any]]] = {}

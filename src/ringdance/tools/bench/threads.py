@@ -50,8 +50,8 @@ examples:
   ringdance tune threads -H h1,h2 --global-batch 512 -- python train.py --batch {batch}
 
 exit code: 0 if a trial was measured, 1 if not, 2 for a wrong argument, 130 after Ctrl-C"""
-_POLL, _WORTH = 0.2, 0.02  # seconds; smallest gain that counts
-_TURNS = 5  # runs of each: by chance, all of one are faster than all of the other once in 252 times
+_POLL, _WORTH = 0.2, 0.02  # seconds between polls; smallest gain that counts
+_TURNS = 5  # runs per setting: of two equal settings, the second wins all comparisons once in C(10, 5) = 252
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TF_NUM_INTRAOP_THREADS")
 _BINDS = {"off": [0], "on": [1], "both": [0, 1]}
 
@@ -74,13 +74,13 @@ Result = tuple[float, str]
 
 @dataclass
 class Trials:
-    """State that all trials share.
+    """State shared by all trials.
 
     Attributes:
         given: Command-line arguments.
-        hosts: Hosts of the trials; empty for this one only.
+        hosts: Hosts to run trials on. If empty, trials run on this host only.
         cores: Cores per host.
-        others: Largest share of a host's cores that other programs have used in a trial.
+        others: Maximum share of a host's cores that other programs have used during a trial.
     """
 
     given: argparse.Namespace
@@ -89,7 +89,7 @@ class Trials:
     others: float = 0.0
 
     def line(self, one: Setting) -> list[str]:
-        """Return the words after ``ringdance`` that run the command with a setting."""
+        """Return the arguments of ``ringdance`` that run the command with a setting."""
         total = one.ranks * max(1, len(self.hosts))
         words = ["mpirun" if one.bind else "run", "-np", str(total)]
         if self.hosts:
@@ -102,7 +102,7 @@ class Trials:
         return words + [word.replace("{batch}", batch) for word in self.given.command]
 
     def run(self, one: Setting, directory: Path) -> Result:
-        """Run the command until it is measured. Nothing of it keeps running afterwards, whatever happens."""
+        """Run the command until its speed is measured. Always stops all of its processes before returning."""
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir()
         kind, *words = self.line(one)
@@ -115,14 +115,14 @@ class Trials:
             )  # fmt: skip
         try:
             return self._measure(job, directory)
-        finally:  # with the signals that a user would send, so that the launcher cleans up
+        finally:  # use the signals that a user would send, so that the launcher cleans up
             for number, patience in ((signal.SIGTERM, 10.0), (signal.SIGINT, 10.0), (signal.SIGKILL, None)):
                 with contextlib.suppress(subprocess.TimeoutExpired, ProcessLookupError):
                     job.send_signal(number)
                     job.wait(patience)
 
     def _measure(self, job: subprocess.Popen[bytes], directory: Path) -> Result:
-        """Wait until the trial has a speed, and return it or the reason why it has none."""
+        """Wait until the trial's speed is known. Returns the speed, or why it could not be measured."""
         until = time.monotonic() + self.given.limit + self.given.seconds
         run = None
         while (code := job.poll()) is None:
@@ -160,7 +160,7 @@ def _speed_of(results: Sequence[Result]) -> float:
 
 
 def _figures(directory: Path) -> RunMetrics | None:
-    """Return the metrics of a trial, or None before it has taken steps."""
+    """Return a trial's metrics, or None if it has not completed any steps yet."""
     try:
         with contextlib.redirect_stderr(io.StringIO()):  # hides warnings about a line still being written
             return read_run(directory / "out")
@@ -169,7 +169,7 @@ def _figures(directory: Path) -> RunMetrics | None:
 
 
 def _steady(run: RunMetrics) -> float:
-    """Return the seconds of steps on which the speed is based."""
+    """Return how many seconds of steps the measured speed is based on."""
     times = [row["last_step_time"] for row in run.ranks[0].training if "last_step_time" in row] or [0.0]
     return float(times[-1] - times[0])
 
@@ -177,11 +177,11 @@ def _steady(run: RunMetrics) -> float:
 def search(
     space: Mapping[str, Sequence[int]], cores: int, run: Callable[[Setting], Result]
 ) -> tuple[Setting, dict[Setting, list[Result]]]:
-    """Try settings. Returns the best one, and all results in the order of the trials.
+    """Search for the fastest setting. Returns it, and all results in the order of the trials.
 
     Args:
-        space: Candidates for each field of a setting, in the order to try them.
-        cores: Cores per host, which its ranks share.
+        space: Candidate values for each field of a setting, in the order in which to try them.
+        cores: Cores per host, shared by the ranks on it.
         run: Runs a trial.
     """
     shared = {n: min(space["intra"], key=lambda threads: abs(threads - cores // n)) for n in space["ranks"]}
@@ -189,7 +189,10 @@ def search(
     best, tried = starts[0], defaultdict[Setting, list[Result]](list)
 
     def is_faster(one: Setting, than: Setting) -> bool:
-        """Compare in turns, because speeds change with what else runs. Stops once it cannot be certain."""
+        """Compare two settings by alternating runs, because the load from other programs changes over time.
+
+        Stops early once the speeds of both settings overlap.
+        """
         speeds: tuple[list[float], list[float]] = [], []
         for turn in range(_TURNS):
             for which in order(turn):
@@ -217,7 +220,7 @@ def search(
 
 
 def _space(given: argparse.Namespace, cores: int, hosts: int) -> dict[str, list[int]]:
-    """Return the candidates. Raises LaunchError if the arguments do not fit together."""
+    """Return the candidate values. Raises LaunchError if the arguments contradict each other."""
     batch, powers = given.global_batch, [n for n in range(1, cores + 1) if n == cores or not n & (n - 1)]
     has_batch = any("{batch}" in word for word in given.command)
     if has_batch != bool(batch):
@@ -284,7 +287,7 @@ def _add_threads(parser: argparse.ArgumentParser) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run ``ringdance tune`` with the words after it. Returns the exit code."""
+    """Run ``ringdance tune`` with the arguments ``argv``. Returns the exit code."""
     text = "find the best threads, binding and ranks per host for training on CPUs"
     known = {"threads": subcommands.Subcommand(_threads, text, _add_threads, _EPILOG)}
     return subcommands.run("ringdance tune", "Tune training by running trials of it.", known, argv)

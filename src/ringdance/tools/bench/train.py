@@ -1,4 +1,4 @@
-"""``ringdance bench train``: measure how training scales over ranks, with synthetic samples."""
+"""``ringdance bench train``: measure how training scales with the number of ranks, on synthetic samples."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class ModelFacts(NamedTuple):
     """Facts about a model that are known without building it.
 
     Attributes:
-        unit: Plural name of its samples.
+        unit: What the model's samples are called, in the plural.
         batch: Default number of samples per rank and step.
-        size: Default size of an image in pixels, or of a text in words.
-        least: Minimum size.
+        size: Default image size in pixels, or sequence length in words.
+        least: Smallest possible ``size``.
     """
 
     unit: str
@@ -75,12 +75,12 @@ exit code: 0 if all sizes were measured, 2 for a wrong argument or a failed run"
 
 
 def _in_ranks(given: Mapping[str, Any]) -> Any:
-    # By its name: this process imports no framework.
+    # Imported late and by name, because the process that starts the ranks must not import a framework.
     return importlib.import_module("ringdance.tools.bench.measure").measure(given)
 
 
 def sizes(text: str) -> list[int]:
-    """Return the numbers of ranks in "1,2,4" in ascending order, always including 1."""
+    """Parse numbers of ranks, such as "1,2,4". Returns them in ascending order, always including 1."""
     return sorted({1, *counts(text)})
 
 
@@ -110,14 +110,14 @@ def check(given: argparse.Namespace) -> None:
 def figures(
     found: Sequence[Mapping[str, Any]], batch: int, threads: int, one: float | None = None
 ) -> dict[str, Any]:
-    """Return the entry of the JSON file for a number of ranks.
+    """Return the JSON file's entry for one number of ranks.
 
     Args:
-        found: Return values of ``ringdance.tools.bench.measure.measure``, by rank. A block takes as long as
-            its slowest rank.
+        found: Return values of ``ringdance.tools.bench.measure.measure``, by rank. The time for a block is
+            that of its slowest rank.
         batch: Samples per rank and step.
         threads: Threads per rank.
-        one: Samples per second of one rank alone; None if this entry is for one rank.
+        one: Samples per second on a single rank. None if this entry is for a single rank.
     """
     first, ranks = found[0], len(found)
     blocks = {
@@ -132,7 +132,7 @@ def figures(
         "ranks": ranks, "hosts": len({rank["host"] for rank in found}), "cores": first["cores"],
         "threads": threads, "ranks_per_host": max(rank["local_size"] for rank in found),
         "gpus": sum(rank["gpu"] for rank in found), "images_per_second": speed,
-        "noise": 1.96 * 1.25 * spread(several) / len(several) ** 0.5 / own,  # half its 95% interval
+        "noise": 1.96 * 1.25 * spread(several) / len(several) ** 0.5 / own,  # half of the 95% interval
         "others": max(_others(found, host) for host in {rank["host"] for rank in found}),
         "step_seconds": seconds, "exposed_share": max(0.0, 1 - alone / own), "single_steps": first["single"],
         "efficiency": speed / ranks / (one or speed),
@@ -145,13 +145,13 @@ def figures(
 
 
 def _others(found: Sequence[Mapping[str, Any]], host: str) -> float:
-    """Return the share of a host's cores that programs other than these ranks used."""
+    """Return the share of a host's cores used by programs other than these ranks."""
     here = [rank for rank in found if rank["host"] == host]
     return max(0.0, here[0]["busy"] - sum(rank["used"] for rank in here) / here[0]["cores"])
 
 
 def table(content: Mapping[str, Any]) -> list[dict[str, float]]:
-    """Return a row of values by column name for each size. The speeds of peers are the last columns."""
+    """Return one row per number of ranks, with values by column name. Other libraries' speeds come last."""
     return [
         {name: size[name] for name in ("ranks", "hosts", "images_per_second", "noise")}
         | {"speed_up": size["efficiency"] * size["ranks"], "efficiency": size["efficiency"]}
@@ -166,7 +166,7 @@ def _peers(content: Mapping[str, Any]) -> list[str]:
 
 
 def text(rows: Sequence[Mapping[str, float]], unit: str) -> str:
-    """Format the table. A peer's column has its speed, and Ringdance's as a multiple of it."""
+    """Format the table. Another library's column shows its speed, and Ringdance's as a multiple of it."""
     heads = {
         "ranks": ("ranks", ","), "hosts": ("hosts", ","), "images_per_second": (f"{unit}/s", ",.1f"),
         "noise": ("+-", ".1%"), "speed_up": ("speed-up", ".2f"), "efficiency": ("efficiency", ".1%"),
@@ -184,7 +184,7 @@ def text(rows: Sequence[Mapping[str, float]], unit: str) -> str:
 
 
 def draw(target: Path, content: Mapping[str, Any]) -> None:
-    """Draw speed and efficiency over ranks."""
+    """Plot speed and efficiency against the number of ranks."""
     rows, unit = table(content), MODELS[content["model"]].unit
     one = rows[0]["images_per_second"]
     lines = {"ringdance": "images_per_second"} | {peer: peer for peer in _peers(content)}
@@ -234,7 +234,7 @@ def _train(given: argparse.Namespace) -> int:
 
 
 def _threads(largest: JobSpec) -> int:
-    """Return the threads per rank: the user's number, or a host's cores divided by the most ranks on it."""
+    """Return the threads per rank: the user's choice, or a host's cores divided by the most ranks on it."""
     prepared = prepare(largest)
     prepared.close()
     if prepared.plan.threads:
@@ -249,7 +249,7 @@ def _threads(largest: JobSpec) -> int:
 
 
 def _write(output: Path, content: Mapping[str, Any]) -> None:
-    """Write the measurements and the plot."""
+    """Write the measurements as JSON, and the plot."""
     output.write_text(json.dumps(content, indent=1) + "\n")
     draw(output.with_suffix(".svg"), content)
     print(f"\nwritten: {output}, {output.with_suffix('.svg')}")

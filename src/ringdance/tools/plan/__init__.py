@@ -1,1 +1,1 @@
-"""``ringdance plan``: predict the speed, the time and the price of a job on other machines."""
+"""``ringdance plan``: predict the speed, duration and cost of a job on other machines."""

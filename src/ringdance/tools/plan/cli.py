@@ -1,4 +1,4 @@
-"""``ringdance plan``: predict speed, hours and cost on other machines before you rent them."""
+"""``ringdance plan``: predict speed, duration and cost on other machines before you rent them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ GPU), rdma (true or false), tcp_gbits (maximum that NCCL reaches over TCP), pric
 (date of the price). A plan ends with its assumptions.
 """
 _HOURS = {"h": 1.0, "m": 1 / 60, "min": 1 / 60, "s": 1 / 3600, "d": 24.0}
-_MOST, _FAR = 512, 64  # hosts; multiple of the measured ranks
+_MOST, _FAR = 512, 64  # maximum number of hosts; multiple of the measured ranks above which to warn
 _COLUMNS = {
     "ranks": "ranks", "hosts": "hosts", "samples/s": "samples_per_second", "by rank": "efficiency",
     "by host": "host_efficiency", "step": "step_seconds", "exposed": "exposed_seconds",
@@ -46,7 +46,7 @@ _COLUMNS = {
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run ``ringdance plan`` with ``argv``, the words after it. Returns the exit code."""
+    """Run ``ringdance plan`` with the arguments ``argv``. Returns the exit code."""
     parser = _parser()
     return as_program("ringdance plan", lambda: _plan(parser.parse_args(list(argv))))
 
@@ -138,7 +138,7 @@ def _plan(given: argparse.Namespace) -> int:
 
 
 def _load(given: argparse.Namespace, on: Instance, options: PlanOptions) -> tuple[Workload, PlanOptions]:
-    """Return the step, and the options completed with the model's values."""
+    """Return the training step, and the options with missing values taken from the model."""
     if (given.bench is None) == (given.model is None):
         raise LaunchError("specify what to train: --from bench.json, or --model NAME --images-per-second R")
     known = models()
@@ -222,7 +222,14 @@ def _cell(value: float | str | None) -> str:
 def assumptions(
     load: Workload, on: Instance, options: PlanOptions, rounded: Sequence[tuple[int, Row]] = ()
 ) -> list[str]:
-    """List a plan's assumptions as sentences. ``rounded``: requested numbers of ranks, and rows instead."""
+    """List a plan's assumptions as sentences.
+
+    Args:
+        load: The step.
+        on: The kind of machine.
+        options: Options of the plan.
+        rounded: Requested numbers of ranks that do not fill whole machines, each with the row used instead.
+    """
     per_host = options.per_host(load, on)
     base = machine(load, on, per_host)
     how = "MPI over TCP" if load.cores else "NCCL"
@@ -262,7 +269,7 @@ def assumptions(
 
 
 def _verdict(best: Row | None, tried: Sequence[Row], given: argparse.Namespace) -> str:
-    """Say in a sentence how many machines to take."""
+    """Recommend a number of machines, in a sentence."""
     hours = f"{given.deadline:.3g} hour{'s' * (given.deadline != 1)}"
     limit = hours if given.deadline else f"${given.budget:,.2f}"
     if best is not None:

@@ -1,4 +1,4 @@
-"""Model a job's hardware on a discrete-event clock: hosts, cores, and arrays whose use takes time."""
+"""Model a job's hardware as a discrete-event simulation: hosts, cores, and arrays whose use takes time."""
 
 from __future__ import annotations
 
@@ -18,22 +18,23 @@ Program = Generator[None, None, None]
 
 @dataclass(frozen=True)
 class Machine:
-    """The hardware that a job runs on. All hosts are equal.
+    """The hardware that a job runs on. All hosts are identical.
 
     Attributes:
-        bandwidth: Bandwidth of a host's link, bytes/s each way.
-        latency: Latency between hosts, s.
-        memory_bandwidth: Speed at which a rank copies, adds or converts while its host's other ranks do so
-            too, bytes/s.
-        link_bandwidth: Speed of these operations between a host's GPUs (NVLink), bytes/s, if exchanges use
-            them; 0 means memory.
-        stack_bandwidth: Speed at which a rank's core sends or receives, bytes/s (TCP: a few GB/s; RDMA: inf).
+        bandwidth: Bandwidth of a host's link in each direction, in bytes/s.
+        latency: Latency between hosts, in seconds.
+        memory_bandwidth: Speed, in bytes/s, at which a rank copies, adds or converts data while the other
+            ranks on its host do the same.
+        link_bandwidth: Speed of these operations between GPUs on a host (NVLink), in bytes/s. 0 if exchanges
+            go through host memory.
+        stack_bandwidth: Speed at which a rank's core sends or receives, in bytes/s. A few GB/s for TCP, inf
+            for RDMA.
         message_seconds: Core time for each message that a rank sends or receives.
         chunk_seconds: Core time for each collective or synchronization of a chunk that a rank starts.
         round_seconds: Core time for each round of agreement.
-        ranks_per_core: Number of ranks that take turns on a core.
-        turn: Seconds that a step loses for each rank beyond the first on a core. At most a quarter of the
-            step's computation.
+        ranks_per_core: Number of ranks that share a core.
+        turn: Seconds that each additional rank on a core adds to a step. Limited to a quarter of the step's
+            computation.
     """
 
     bandwidth: float
@@ -49,7 +50,7 @@ class Machine:
 
 
 class Clock:
-    """An event queue ordered by time."""
+    """A queue of events, ordered by time."""
 
     def __init__(self) -> None:
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
@@ -61,7 +62,7 @@ class Clock:
         heapq.heappush(self._events, (time, self._number, event))
 
     def run(self) -> None:
-        """Run events until none are left."""
+        """Process events until the queue is empty."""
         while self._events:
             time, _, event = heapq.heappop(self._events)
             event(time)
@@ -69,7 +70,7 @@ class Clock:
 
 @dataclass(eq=False)
 class SimulatedHost:
-    """A host's traffic counters, and when its link is free again in each direction.
+    """A host's traffic counters, and the times at which its link becomes free in each direction.
 
     Attributes:
         sent: Bytes sent to other hosts.
@@ -89,11 +90,11 @@ class SimulatedHost:
 
 @dataclass(eq=False)
 class Core:
-    """Executes a rank's program and keeps its time.
+    """Executes a rank's program and keeps track of simulated time.
 
     Attributes:
-        now: The rank's time, s. Until then, the core has been busy or waiting.
-        calls: Started collectives between hosts: the name and the bytes passed to each.
+        now: The rank's simulated time in seconds. The core has been busy or waiting up to this time.
+        calls: Name and bytes of each collective between hosts that was started.
     """
 
     machine: Machine
@@ -117,7 +118,7 @@ class Core:
         return count * self.machine.message_seconds + nbytes / self.machine.stack_bandwidth
 
     def resume(self, time: float) -> None:
-        """Continue the program until it waits. The event that it waits for calls this again."""
+        """Run the program until it waits for an event. That event calls this method again."""
         if self.program is None:
             return
         self.now = max(self.now, time)
@@ -127,7 +128,7 @@ class Core:
         except StopIteration:
             self.program = None
             return
-        if self.context.achieved != achieved:  # it only yielded to others and can continue at once
+        if self.context.achieved != achieved:  # the program only yielded, and can continue at once
             self.clock.at(self.now, self.resume)
 
     def until(self, time: float) -> Program:
@@ -138,7 +139,7 @@ class Core:
 
 
 class Traced(np.ndarray[Any, Any]):
-    """An array of which only the size matters. Operations cost ``core`` time and do not touch memory."""
+    """An array whose contents are never accessed. Operations on it only take time on ``core``."""
 
     core: Core | None = None
 
@@ -169,14 +170,14 @@ class Traced(np.ndarray[Any, Any]):
 
 
 def traced(memory: Array, core: Core | None) -> Traced:
-    """Return a view of ``memory`` whose use costs ``core`` time."""
+    """Return a view of ``memory`` whose use takes time on ``core``."""
     view = memory.view(Traced)
     view.core = core
     return view
 
 
 def trace(part: Any, core: Core) -> None:
-    """Replace all arrays that an exchange and its parts hold by traced ones."""
+    """Replace all arrays in an exchange, and in the objects it consists of, with traced ones."""
     for name, value in list(vars(part).items()):
         if isinstance(value, np.ndarray):
             setattr(part, name, traced(value, core))

@@ -1,4 +1,4 @@
-"""Models and curves of convergence that a plan is made from."""
+"""Known models and convergence curves for plans."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from ringdance.errors import LaunchError
 from ringdance.submit.instances import parsed
 
 _FILE = Path(__file__).with_name("models.toml")
-# Share of a step: the backward pass multiplies twice where the forward pass does once.
+# The forward pass's share of a step. The backward pass has two multiplications for each one in the forward
+# pass.
 FORWARD = 1 / 3
 
 
 @dataclass(frozen=True)
 class KnownModel:
-    """A model whose gradients are known without a measurement.
+    """A model whose gradient sizes are known without a measurement.
 
     Attributes:
-        batch: Samples per rank and step behind its published rates.
-        samples: Samples in its usual training set; 0 if there is none.
-        forward: Share of a step before the backward pass.
-        tensors: Elements of each parameter and the positions it is applied to, as in models.toml.
+        batch: Samples per rank and step for which rates are published.
+        samples: Samples in the training set that is commonly used. 0 if no such set exists.
+        forward: Share of a step that the forward pass takes.
+        tensors: Elements of each parameter, and the number of positions it is applied to, as in models.toml.
     """
 
     name: str
@@ -36,7 +37,7 @@ class KnownModel:
 
     @property
     def parameters(self) -> list[tuple[int, int]]:
-        """Elements and positions of each parameter, in forward order. 0 positions: not multiplied."""
+        """Elements and positions of each parameter, in forward order. 0 positions mean no multiplication."""
         words = list[str]()
         for row in self.tensors.strip().splitlines():
             times, _, tensors = row.rpartition(":")
@@ -44,9 +45,9 @@ class KnownModel:
         return [(int(elements), int(place or 0)) for elements, _, place in (w.partition("@") for w in words)]
 
     def gradients(self, step_seconds: float) -> list[tuple[int, float]]:
-        """Return bytes of each gradient, and seconds from the start of the step until it is ready.
+        """Return each gradient's size in bytes, and the seconds from the start of the step until it is ready.
 
-        A layer takes time in proportion to its multiplications: elements times positions.
+        The time for a layer is assumed to be proportional to its multiplications: elements times positions.
         """
         parameters = self.parameters[::-1]
         ends = list(accumulate(map(prod, parameters)))
@@ -56,7 +57,7 @@ class KnownModel:
 
 @cache
 def models() -> dict[str, KnownModel]:
-    """Return the models that are known without a measurement."""
+    """Return the known models by name."""
     return {name: KnownModel(name, **row) for name, row in parsed(_FILE)["models"].items()}
 
 
@@ -66,8 +67,8 @@ class Curve:
 
     Attributes:
         target: Accuracy to reach.
-        what: Kind of accuracy, and the optimizer.
-        points: Batch size, epochs, base learning rate and warm-up epochs of each reference point.
+        what: Description of the accuracy metric and the optimizer.
+        points: Batch size, epochs, base learning rate and warm-up epochs for each reference point.
     """
 
     model: str
@@ -103,7 +104,7 @@ def curves() -> dict[str, Curve]:
 
 
 def curve(model: str, target: float) -> Curve:
-    """Return a model's curve to an accuracy. Raises LaunchError if it is not known."""
+    """Return a model's curve for a target accuracy. Raises LaunchError if no curve is known."""
     known_curve = curves().get(model)
     if known_curve is None or known_curve.target != target:
         known = " and ".join(f"{entry.target:g} of {entry.model}" for entry in curves().values())

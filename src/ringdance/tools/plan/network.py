@@ -1,22 +1,24 @@
-"""Simulate the ranks' links and shared memory, as a transport for the engine's exchanges.
+"""Simulate the network and shared memory as a transport for the engine's exchanges.
 
-The exchanges of ``ringdance.core`` run unchanged, but nothing is sent and no element is touched:
+The exchanges in ``ringdance.core`` run unchanged, but they neither send data nor access array elements:
 
-- Every array is a ``Traced`` view of memory that is never written. Copying, adding or converting it costs its
-  rank the time that as many bytes would take.
-- ``SimulatedWindow`` and ``SimulatedTransport`` complete when the modeled machine would.
+- Every array is a ``Traced`` view of memory that is never written. Copying, adding or converting an array
+  takes as much simulated time as the modeled machine would need for that many bytes.
+- Operations on ``SimulatedWindow`` and ``SimulatedTransport`` complete when the modeled machine would have
+  completed them.
 
 Note [One host for all]
-    All hosts have equally many ranks, so their plans are the same and their ranks do the same things at the
-    same times. So a single host is executed on behalf of all: a message to another host comes back as the
-    message that the sender's counterpart on that host would send. This is exact except for blocks that differ
-    by one element, and for MPI's all-reduce, whose members send unequal amounts. The executed host is the
-    first one, which sends the most.
+    All hosts have the same number of ranks. Their plans are therefore the same, and corresponding ranks do
+    the same work at the same time, so it suffices to execute a single host. A message to a rank on another
+    host is delivered to that rank's counterpart on the executed host, in place of the message that the
+    sender's counterpart would send there. This is exact, with two exceptions: blocks whose sizes differ by
+    one element, and MPI's all-reduce, whose members send unequal amounts. We execute the first host, which
+    sends the most.
 
 Messages are modeled after Open MPI's libnbc (ompi/mca/coll/libnbc in its sources). All-to-all and all-gather
-send one message to each member. An all-reduce below 64 KiB, in place, or with fewer than four members goes up
-and down a binomial tree. Other all-reduces use recursive halving and doubling (Rabenseifner) on a power of
-two of the members. The remaining members give their part to a neighbor and get the result back.
+send one message to each member. An all-reduce uses a binomial tree if it is smaller than 64 KiB, is in place,
+or has fewer than four members. Other all-reduces use recursive halving and doubling (Rabenseifner) among a
+power of two of the members. Each remaining member sends its data to a neighbor and gets the result back.
 """
 
 from __future__ import annotations
@@ -33,13 +35,13 @@ _TREE_BELOW = 64 << 10  # bytes below which Open MPI's Iallreduce uses a tree
 
 
 class SimulatedWindow(Window):
-    """The shared memory of a host's ranks. A synchronization completes when the last rank arrives.
+    """The memory shared by the ranks on a host. A synchronization completes when the last rank arrives.
 
     Args:
         core: This rank's core.
-        peers: Windows of the host's ranks by local index. This one appends itself.
-        members: Final number of windows.
-        memory: Memory with any contents, as large as a buffer.
+        peers: Windows of all ranks on this host, by local index. The constructor appends this window.
+        members: Number of windows once all ranks have been created.
+        memory: Memory of the size of a buffer. Its contents do not matter.
     """
 
     def __init__(self, core: Core, peers: list[SimulatedWindow], members: int, memory: Array) -> None:
@@ -64,12 +66,12 @@ class SimulatedWindow(Window):
 
 @dataclass(eq=False)
 class _Collective(Pending):
-    """A collective as seen by one member.
+    """A collective in progress, as seen by one member.
 
     Attributes:
-        parts: Number of parts still to arrive.
-        busy: Core time in seconds for what it receives.
-        time: Time when the last part arrived; at first, when it was started.
+        parts: Number of parts that have not arrived yet.
+        busy: Core time in seconds for receiving the parts.
+        time: Time at which the last part arrived. Initially, the time at which the collective was started.
     """
 
     core: Core
@@ -92,9 +94,10 @@ class _Collective(Pending):
 
 
 def allreduce_traffic(members: int, rank: int, nbytes: int, in_place: bool) -> tuple[int, int, int, int]:
-    """Return the cost of an Iallreduce in Open MPI: bytes and messages that this member sends, path, rounds.
+    """Return the cost of Open MPI's Iallreduce: bytes and messages sent by this member, path, and rounds.
 
-    The path is the number of bytes that pass a link one after another in the whole all-reduce.
+    The path is the number of bytes that cross links sequentially, from the start to the end of the
+    all-reduce.
     """
     if members < 4 or nbytes < _TREE_BELOW or in_place:
         levels = (members - 1).bit_length()
@@ -111,14 +114,15 @@ def allreduce_traffic(members: int, rank: int, nbytes: int, in_place: bool) -> t
 
 @dataclass(eq=False)
 class Group:
-    """A communicator: its members' hosts, and the operations of executed members that are in progress.
+    """A communicator: the hosts of its members, and the collectives in progress on executed members.
 
     Attributes:
-        hosts: Host of each member. One ``SimulatedHost`` may stand for all: see Note [One host for all].
-        numbers: Number of each member's host.
-        executed: Members that are executed.
-        pending: Started collectives, by collective number and member.
-        early: Arrival times of parts that came before their collective was started, by the same keys.
+        hosts: Host of each member. One ``SimulatedHost`` may represent all hosts. See Note [One host for
+            all].
+        numbers: Host number of each member.
+        executed: Transports of the members that are executed, by member.
+        pending: Collectives that have been started, by collective number and member.
+        early: Arrival times of parts that arrived before the member started the collective, by the same keys.
     """
 
     hosts: Sequence[SimulatedHost]
@@ -128,7 +132,7 @@ class Group:
     early: dict[tuple[int, int], list[float]] = field(default_factory=dict)
 
     def arrive(self, number: int, member: int, time: float) -> None:
-        """Deliver a part of the member's ``number``-th collective, which may not have been started yet."""
+        """Deliver a part of a member's ``number``-th collective, which it may not have started yet."""
         if (number, member) in self.pending:
             self.pending[number, member].arrived(time)
         else:
@@ -136,14 +140,14 @@ class Group:
 
 
 class SimulatedTransport(Transport):
-    """One executed member of a ``Group``. Only has the collectives that all-reduces need.
+    """The transport of one executed member of a ``Group``. Has only the collectives that all-reduces need.
 
     Args:
         core: This rank's core.
         group: The communicator.
         rank: Rank in the communicator.
         identities: Identities of all members.
-        host_group: Members on this host.
+        host_group: Ranks of the members on this host.
 
     Attributes:
         cross: Group of the ranks with this local index on all hosts, for ``hierarchy``.
@@ -169,7 +173,7 @@ class SimulatedTransport(Transport):
         return pending
 
     def _linear(self, name: str, sends: Sequence[int], receives: Sequence[int]) -> Pending:
-        """Send a message to each member and receive one from each. Bytes are by member."""
+        """Send a message to each member and receive one from each. Both arguments hold bytes by member."""
         core, group, numbers = self.core, self.group, self.group.numbers
         following = [*range(self.rank + 1, self.size), *range(self.rank)]
         others = [i for i in following if numbers[i] != numbers[self.rank]]
@@ -190,7 +194,7 @@ class SimulatedTransport(Transport):
         return pending
 
     def _leave(self, member: int, nbytes: int, count: int, last: float) -> Callable[[float], None]:
-        """Return the event: ``count`` messages start to leave. The last is handed over at ``last``."""
+        """Return the event that starts sending ``count`` messages. The last one is available at ``last``."""
         number, source, target = self._number, self.core.host, self.group.hosts[member]
         machine, seconds = self.core.machine, nbytes / self.core.machine.bandwidth
 
@@ -219,11 +223,11 @@ class SimulatedTransport(Transport):
         return pending
 
     def _reduce(self, number: int, time: float, nbytes: int, in_place: bool) -> None:
-        """Let all members send what MPI's all-reduce sends. All complete together."""
+        """Simulate the traffic of MPI's all-reduce on all members, which complete at the same time."""
         machine, numbers, end, busy = self.core.machine, self.group.numbers, time, 0.0
         for member, transport in self.group.executed.items():
             host = transport.core.host
-            if not member or numbers[member] != numbers[member - 1]:  # one member per host sends to others
+            if not member or numbers[member] != numbers[member - 1]:  # count each host once
                 traffic = allreduce_traffic(numbers[-1] + 1, numbers[member], nbytes, in_place)
                 sent, messages, path, rounds = traffic
                 host.out_free = max(host.out_free, time) + sent / machine.bandwidth

@@ -1,4 +1,4 @@
-"""Predict a training run on other machines: its speed, its duration and its cost."""
+"""Predict the speed, duration and cost of a training run on other machines."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ NCCL_ROUND = 1e-3
 PCI_EXPRESS = 10.0
 """GB/s between the GPUs of a machine without NVLink."""
 _LONGEST = 1e6  # seconds per step
-_PARTS = 24  # gradients assumed for a run, whose own are not known
-_MOST_WAITING = 0.99  # share of a step: samples taken in mid step may show nothing but waiting
+_PARTS = 24  # number of gradients assumed for a run, because metrics do not include it
+_MOST_WAITING = 0.99  # share of a step; samples taken in the middle of a step may show nothing but waiting
 
 
 @dataclass(frozen=True)
@@ -47,14 +47,14 @@ class Workload:
     Attributes:
         model: Name of the model.
         batch: Samples per rank and step.
-        compute: Seconds per step of one rank without exchanges.
-        gradients: Bytes of each gradient, and seconds from the start of the step until it is ready. Sorted by
-            these times.
-        spread: Standard deviation of a rank's step, in seconds.
-        ranks: Number of ranks that took this step together.
-        cores: Cores on which a rank computes; 0 if it has a GPU.
-        source: Origin of these values, as a sentence.
-        others: Largest share of a host's cores that other programs used during the measurement.
+        compute: Seconds per step on one rank, without exchanges.
+        gradients: Size of each gradient in bytes, and seconds from the start of the step until it is ready.
+            Sorted by these times.
+        spread: Standard deviation of a rank's step time, in seconds.
+        ranks: Number of ranks in the measurement.
+        cores: Number of cores on which a rank computes. 0 if it uses a GPU.
+        source: Sentence that says where these values come from.
+        others: Maximum share of a host's cores that other programs used during the measurement.
     """
 
     model: str
@@ -72,22 +72,23 @@ class Workload:
         return sum(size for size, _ in self.gradients)
 
     def slower(self, factor: float) -> Workload:
-        """Return this step slowed down by a factor, its gradients included."""
+        """Return a copy of this step that takes ``factor`` times as long, including its gradients."""
         gradients = tuple((size, ready * factor) for size, ready in self.gradients)
         return replace(self, compute=self.compute * factor, gradients=gradients, spread=self.spread * factor)
 
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """Assumptions of a plan, apart from the step and the machine.
+    """A plan's assumptions, except for the step and the machine.
 
     Attributes:
-        ranks_per_host: Ranks per host; 0 means one per GPU, or as many as there are cores for.
+        ranks_per_host: Ranks per host. 0 means one per GPU, or as many as the cores allow.
         wire: Data type in which gradients are sent.
-        samples: Samples per epoch; 0 if not known.
-        epochs: Epochs to train; 0 if a curve decides.
-        curve: Epochs by batch size.
-        host_spread: Standard deviation of a host's step, as a share. All ranks of a host deviate together.
+        samples: Samples per epoch. 0 if not known.
+        epochs: Number of epochs to train. 0 to take it from the curve.
+        curve: Number of epochs needed, by batch size.
+        host_spread: Standard deviation of a host's step time, as a share of the step. All ranks on a host
+            deviate together.
     """
 
     ranks_per_host: int = 0
@@ -98,7 +99,7 @@ class PlanOptions:
     host_spread: float = 0.0
 
     def per_host(self, load: Workload, on: Instance) -> int:
-        """Return the number of ranks per machine. Raises LaunchError if there are more than GPUs."""
+        """Return the number of ranks per machine. Raises LaunchError if it exceeds the number of GPUs."""
         if not load.cores and 0 < on.gpus < self.ranks_per_host:
             raise LaunchError(
                 f"--ranks-per-host {self.ranks_per_host}: {on.name} has {on.gpus} GPUs, one for each rank. "
@@ -109,11 +110,11 @@ class PlanOptions:
 
 @dataclass(frozen=True)
 class Row:
-    """A prediction. Money is in dollars. None means not known.
+    """A prediction. Costs are in dollars. None means not known.
 
     Attributes:
-        efficiency: Speed of a rank, as a share of its speed alone.
-        host_efficiency: Speed of a rank, as a share of its speed on one whole host.
+        efficiency: Speed per rank, relative to a single rank.
+        host_efficiency: Speed per rank, relative to one full host.
     """
 
     ranks: int
@@ -133,14 +134,14 @@ class Row:
 def from_model(
     model: KnownModel, rate: float, batch: int, on: Instance, options: PlanOptions, of: int = 1
 ) -> Workload:
-    """Derive the step of a known model from a published rate.
+    """Derive a known model's step from a published rate.
 
     Args:
-        model: The model that is trained.
-        rate: Samples per second of ``of`` ranks together.
+        model: Model to train.
+        rate: Total samples per second on ``of`` ranks.
         batch: Samples per rank and step.
-        on: The machine.
-        options: Options of the plan: ranks per machine, and the data type sent.
+        on: Kind of machine.
+        options: Options of the plan. Only the ranks per host and the data type on the wire are used.
         of: Number of ranks that reached this rate.
     """
     seconds = batch * of / rate
@@ -152,13 +153,13 @@ def from_model(
 
 
 def reached(load: Workload, seconds: float, on: Instance, options: PlanOptions) -> Workload:
-    """Return the step that takes ``seconds`` when its ranks take it together.
+    """Scale a step so that the predicted time for its ranks is ``seconds``.
 
-    ``seconds`` include the exchanges and the time in which ranks wait for each other. The returned step
-    excludes both.
+    ``seconds`` includes exchanges and the time that ranks wait for each other. The returned step includes
+    neither.
 
     Raises:
-        LaunchError: The exchanges alone take longer.
+        LaunchError: The exchanges alone take longer than ``seconds``.
     """
     load = load.slower(seconds / load.compute)
     for _ in range(8):
@@ -177,13 +178,13 @@ def reached(load: Workload, seconds: float, on: Instance, options: PlanOptions) 
 
 
 def from_bench(path: Path) -> Workload:
-    """Read the step that ``ringdance bench train`` measured without exchanges, on a fully used host.
+    """Read the step time without exchanges that ``ringdance bench train`` measured on a fully used host.
 
-    A single rank on a host computes faster than one that shares memory, caches and power with others. So this
-    takes the size with the most ranks per host for which there are enough cores.
+    A single rank on a host computes faster than ranks that share memory, caches and power with others. This
+    therefore uses the measurement with the most ranks per host that still had enough cores.
 
     Raises:
-        LaunchError: The file does not come from ``ringdance bench train``, or lacks what a plan needs.
+        LaunchError: The file was not written by ``ringdance bench train``, or lacks values that a plan needs.
     """
     try:
         content = json.loads(read_regular(path))
@@ -217,17 +218,17 @@ def from_bench(path: Path) -> Workload:
 
 
 def from_run(directory: Path, batch: int) -> Workload:
-    """Derive the step of a run from the metrics that ``ringdance run --output-filename`` wrote.
+    """Derive a run's step from the metrics written by ``ringdance run --output-filename``.
 
-    Only the total size of the gradients is known. They are assumed to be equal and to become ready evenly
-    over the last two thirds of the step.
+    Metrics include only the total size of the gradients. The gradients are assumed to have equal sizes and to
+    become ready at regular intervals over the last two thirds of the step.
 
     Args:
         directory: Directory with the run's metrics.
         batch: Samples per rank and step.
 
     Raises:
-        LaunchError: The metrics are missing, or have no steps.
+        LaunchError: The metrics are missing, or do not contain any steps.
     """
     run = read_run(directory)
     last, per_host = run.slowest.rows[-1], max(1, run.size // len(run.hosts))
@@ -249,14 +250,14 @@ def from_run(directory: Path, batch: int) -> Workload:
 
 
 def _preference(row: dict[str, Any]) -> tuple[bool, int, int]:
-    """Return the sort key by which ``from_bench`` chooses a size."""
+    """Return the sort key by which ``from_bench`` chooses a measurement."""
     ranks, threads = typed(row, "ranks", int), row.get("threads") or 1
     each = row.get("ranks_per_host") or ranks
     return not row.get("gpus") and each * threads > typed(row, "cores", int), -each, ranks
 
 
 def machine(load: Workload, on: Instance, per_host: int) -> Machine:
-    """Return the machine on which a step's exchanges run.
+    """Return the simulated machine for a step's exchanges.
 
     Args:
         load: The step.
@@ -274,9 +275,9 @@ def machine(load: Workload, on: Instance, per_host: int) -> Machine:
 
 
 def predict(load: Workload, on: Instance, ranks: int, options: PlanOptions) -> Row:
-    """Predict a training run on ``ranks`` ranks, or on part of a machine if it has room for more.
+    """Predict a training run on ``ranks`` ranks. If a machine has room for more, it is only partly used.
 
-    All ranks wait for the slowest one, so the step is replayed at the pace of the slowest.
+    All ranks wait for the slowest one, so the step is simulated at the slowest rank's pace.
     """
     per_host = min(ranks, options.per_host(load, on))
     hosts = -(-ranks // per_host)
@@ -305,7 +306,7 @@ def predict(load: Workload, on: Instance, ranks: int, options: PlanOptions) -> R
 def choose(
     row_of: Callable[[int], Row], most: int, deadline: float = 0.0, budget: float = 0.0
 ) -> tuple[Row | None, dict[int, Row]]:
-    """Find the fewest hosts that meet a deadline, or the fastest choice within a budget.
+    """Find the smallest number of hosts that meets a deadline, or the fastest one within a budget.
 
     Args:
         row_of: Returns the prediction for a number of hosts.
@@ -332,7 +333,7 @@ def choose(
     good = list(islice(fitting, 1) if deadline else fitting)
     if not good:
         return None, rows
-    if deadline:  # more hosts cost more: take as few as meet it
+    if deadline:  # more hosts cost more, so use as few as possible
         high, low = good[0], max((hosts for hosts in grid if hosts < good[0]), default=good[0])
     else:
         high, low = good[-1], min((hosts for hosts in grid if hosts > good[-1]), default=good[-1])

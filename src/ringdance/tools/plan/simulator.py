@@ -1,10 +1,10 @@
-"""Predict a training step by running the engine's own plans on simulated hosts.
+"""Predict the duration of a training step by running the engine's own code on simulated hosts.
 
-``simulate`` runs what the engine does in a step, but on a clock instead of a network. Gradients become ready
-while the rank computes, rounds of agreement start, requests are grouped into batches, and batches are
-exchanged, all by the functions of ``ringdance.core``. So a change of the engine changes the prediction. Not
-modeled are losses and congestion in the network's core (only a host's own ranks share a link), and that MPI
-moves data only while it is called.
+``simulate`` runs the same operations as the engine in a step, but on a simulated clock instead of a network.
+Gradients become ready while the rank computes, negotiation rounds start, requests are grouped into batches,
+and batches are exchanged. All this uses the functions in ``ringdance.core``, so predictions follow changes to
+the engine. The simulation ignores packet loss, congestion in the network's core (only the ranks on a host
+share a link), and the fact that MPI makes progress only while it is called.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ class Step:
 
     Attributes:
         seconds: Duration of the whole step.
-        exposed_seconds: Part of the step after the computation.
-        compute_seconds: Duration of the computation on a rank alone.
-        sent_bytes: Bytes that the host that sends most sends to other hosts.
+        exposed_seconds: Part of the step that follows the computation.
+        compute_seconds: Duration of the computation on a single rank.
+        sent_bytes: Bytes sent to other hosts by the host that sends the most.
         messages: Messages that this host sends to other hosts.
-        rounds: Rounds of agreement.
-        calls: Collectives between hosts on rank 0, with their name and bytes.
+        rounds: Number of negotiation rounds.
+        calls: Name and bytes of each collective between hosts that rank 0 takes part in.
     """
 
     seconds: float
@@ -63,7 +63,7 @@ class Step:
 
     @property
     def efficiency(self) -> float:
-        """Speed of a rank, as a share of its speed alone."""
+        """Speed per rank, relative to a single rank."""
         return self.compute_seconds / self.seconds
 
 
@@ -82,19 +82,19 @@ def simulate(
         machine: Hosts and links.
         hosts: Number of hosts.
         ranks_per_host: Ranks on each host.
-        gradients: Gradients in any order. Requests are batched in the order in which they become ready.
-        compute_seconds: Forward, backward and update of one rank alone.
-        wire_dtype: Data type of the exchange. 16-bit types halve the bytes.
-        settings: Engine settings: fusion_threshold, cycle_time (ms), chunk_bytes, small_bytes and
-            deterministic. Default: ``Settings()``.
-        all_hosts: If True, execute all hosts instead of one for all: see Note [One host for all].
+        gradients: Gradients in any order. Requests are batched in the order in which gradients become ready.
+        compute_seconds: Duration of forward pass, backward pass and update on a single rank.
+        wire_dtype: Data type in which gradients are sent. 16-bit types halve the number of bytes.
+        settings: Engine settings. Uses fusion_threshold, cycle_time (ms), chunk_bytes, small_bytes and
+            deterministic. Defaults to ``Settings()``.
+        all_hosts: If True, execute all hosts instead of only one. See Note [One host for all].
     """
     size = hosts * ranks_per_host
-    if size > _MOST_RANKS:  # more would take all memory
+    if size > _MOST_RANKS:  # more ranks would exhaust the memory
         raise LaunchError(f"{size:,} ranks: up to {_MOST_RANKS:,} can be simulated")
     gradients = sorted(gradients, key=itemgetter(1))
     job = _Job(machine, gradients, compute_seconds, wire_dtype, settings or Settings())
-    turn = min(machine.turn, compute_seconds / 4)  # short steps end within one time slice of the scheduler
+    turn = min(machine.turn, compute_seconds / 4)  # short steps end within a scheduler time slice
     late = turn * max(0.0, machine.ranks_per_core - 1)
     if size == 1 or not gradients:
         return Step(compute_seconds + late, late, compute_seconds, 0, 0, 0, ())
@@ -115,11 +115,11 @@ def simulate(
 
 @dataclass
 class _Job:
-    """State that the ranks of a simulated step share.
+    """State shared by the ranks in a simulated step.
 
     Attributes:
-        agreed: Number of gradients that were ready when the first rank entered a round, by round.
-        memory: Memory of all arrays; never touched.
+        agreed: For each round, the number of gradients that were ready when the first rank entered it.
+        memory: Memory behind all arrays. It is never accessed.
     """
 
     machine: Machine
@@ -137,7 +137,7 @@ class _Job:
         self.memory = np.empty(max(longest, buffer_bytes(self.settings)), np.uint8)
 
     def start(self, hosts: int, ranks_per_host: int, all_hosts: bool) -> list[Core]:
-        """Return the executed ranks, each with its program."""
+        """Create the executed ranks and their programs."""
         clock, executed = Clock(), hosts if all_hosts else 1
         numbers = [host for host in range(hosts) for _ in range(ranks_per_host)]
         identities = tuple(Identity(rank, f"host{host}", 0) for rank, host in enumerate(numbers))
@@ -160,7 +160,7 @@ class _Job:
         return cores
 
     def _program(self, core: Core, transport: SimulatedTransport) -> Program:
-        """Run what a rank's engine does in a step."""
+        """Simulate the engine of one rank during a step."""
         settings, size = self.settings, transport.size
         exchange = exchange_for(
             transport, settings.chunk_bytes, settings.small_bytes, core.context, settings.deterministic
@@ -191,7 +191,7 @@ class _Job:
                 since = max(core.now, self.ready[done])
 
     def _due(self, since: float) -> float:
-        """Return when a round starts: when the engine decides, or when training waits."""
+        """Return when a round starts: when the engine is due to start it, or when the computation ends."""
         cycle = self.settings.cycle_time * 1e-3
         due = since + cycle
         for ready in self.ready:
@@ -200,10 +200,10 @@ class _Job:
         return min(due, self.compute)
 
     def _request(self, number: int, core: Core, dtype: np.dtype[Any]) -> Request:
-        """Return a gradient's request. All requests share the same memory."""
+        """Return the request for a gradient. All requests share the same memory."""
         description = self.descriptions[number]
         count = description.shapes[0][0]
         view: Array = traced(self.memory[: count * dtype.itemsize].view(dtype), core)
         if self.dtype != "float32":
-            core.move(2 * view.nbytes)  # converted and converted back
+            core.move(2 * view.nbytes)  # conversion to the wire's type and back
         return Request(description, (view,), (view,))

@@ -1,4 +1,4 @@
-"""PyTorch models for ``ringdance bench train``, written out if no common package includes them."""
+"""PyTorch models for ``ringdance bench train``. Models that no common package provides are defined here."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ FIELDS, TABLE, WORDS = 39, 100_000, 30_522
 
 
 def recipe(name: str) -> Any:
-    """Import the unchanged script train_torch.py of a recipe, which needs the files next to it."""
+    """Import a recipe's train_torch.py, unchanged. The script needs the files next to it."""
     package = importlib.import_module(f"ringdance.recipes.{name}")
     sys.path.insert(0, str(Path(str(package.__file__)).parent))
     return importlib.import_module("train_torch")
 
 
 def mlp() -> nn.Module:
-    """Build the 784-512-512-10 perceptron: 0.67 M parameters."""
+    """Build a 784-512-512-10 perceptron with 0.67 M parameters."""
     return nn.Sequential(
         nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10)
     )  # fmt: skip
 
 
 def convnet(size: int) -> nn.Module:
-    """Build three convolutions and two dense layers: 8.5 M parameters for images of 32 pixels."""
+    """Build a network of three convolutions and two dense layers (8.5 M parameters for 32-pixel images)."""
     return nn.Sequential(
         nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
         nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(),
@@ -54,7 +54,7 @@ def vgg16() -> nn.Module:
 
 
 class DeepFM(nn.Module):
-    """The recipe's layers after a table of 100,000 rows with a sparse gradient; one logit per sample."""
+    """The DeepFM recipe's layers, after an embedding table of 100,000 rows with sparse gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class DeepFM(nn.Module):
 
 
 class Bert(nn.Module):
-    """BERT-base (Devlin et al., 2018) for classification, without dropout: 109 M parameters."""
+    """BERT-base (Devlin et al., 2018) for classification, without dropout. Has 109 M parameters."""
 
     def __init__(self, length: int) -> None:
         super().__init__()
@@ -78,13 +78,13 @@ class Bert(nn.Module):
         self.pool, self.head = nn.Linear(768, 768), nn.Linear(768, 2)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Return logits, shape (n, 2), for word ids, shape (n, length)."""
+        """Return logits, shape (n, 2), for token ids, shape (n, length)."""
         features = self.encoder(self.norm(self.words(ids) + self.places))
         return self.head(torch.tanh(self.pool(features[:, 0])))
 
 
 def build(name: str, size: int) -> nn.Module:
-    """Build a model. ``size`` is the size of an image in pixels, or the length of a text."""
+    """Build a model. ``size`` is the image size in pixels, or the sequence length."""
     if name == "resnet50":
         return recipe("resnet50").resnet50(1000, 64)
     makes: dict[str, Any] = {"mlp": mlp, "vgg16": vgg16, "deepfm": DeepFM}

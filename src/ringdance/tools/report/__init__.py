@@ -1,1 +1,1 @@
-"""Read the timelines and metrics that a job has written, summarize them, and find what limits the job."""
+"""Read a job's timelines and metrics, summarize them, and find what limits the job."""

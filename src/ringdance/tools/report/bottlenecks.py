@@ -1,4 +1,4 @@
-"""Decide what limits a run: input, computation, communication or skew."""
+"""Determine what limits a run: input, computation, communication or skew."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class Limit:
 
     Attributes:
         bound: Name of the limit.
-        sentence: Description of the limit in a sentence.
+        sentence: Sentence that describes the limit.
         next_step: What to try next.
-        evidence: Measured numbers that the sentence does not have.
+        evidence: Further measurements that support the sentence.
     """
 
     bound: str
@@ -39,15 +39,16 @@ class Limit:
 
 
 def judge(run: RunMetrics, uneven: float = 0.0) -> Limit:
-    """Decide what limits a run.
+    """Determine what limits a run.
 
-    The waiting time of the slowest rank is communication. Any further waiting on other ranks is skew. In the
-    remaining time a rank computes or waits for its input.
+    The time that the slowest rank waits counts as communication. Any additional waiting on other ranks is
+    skew. The remaining time is computation or waiting for input.
 
     Args:
         run: Metrics of the run.
-        uneven: Share of the time in which all ranks wait until others have submitted, from the timeline. A
-            different rank is late each time, so metrics alone would count this as communication.
+        uneven: Share of the time that every rank spends waiting for others to submit requests, taken from the
+            timeline. A different rank is late each time, so metrics alone would count this
+            time as communication.
     """
     communication, skew = max(0.0, run.communication - uneven), run.skew
     own = 1 - fmean([rank.exposed for rank in run.ranks])
@@ -55,7 +56,7 @@ def judge(run: RunMetrics, uneven: float = 0.0) -> Limit:
     evidence = _evidence(run, communication, uneven, own)
     taken, host = max(((run.taken(h), h) for h in run.hosts if run.in_use(h) > BUSY), default=(0, ""))
     skewed = run.size > 1 and skew >= max(WORTH, communication)
-    # For something other than a core, such as their input.
+    # The ranks wait for something other than a core, such as their input.
     waits = all(_used(rank) < NO_CORES for rank in ([run.slowest] if skewed else run.ranks))
     if taken >= TAKEN and not (waits and (skewed or max(communication, uneven) < WORTH)):
         return Limit(
@@ -73,11 +74,11 @@ def judge(run: RunMetrics, uneven: float = 0.0) -> Limit:
         return _skew(run, evidence)
     if run.size > 1 and communication >= WORTH:
         return _communication(run, communication, evidence)
-    # Ranks that use so few cores wait for something. On a busy host, this may be the cores.
+    # Ranks that use so few cores must be waiting. On a busy host, they may be waiting for the cores.
     idle = cores / max(own, LEAST) < (NO_CORES if run.in_use() > BUSY else IDLE_CORES)
     if run.gpu < IDLE_GPU * own if run.gpu is not None else idle:
         also = again = ""
-        if taken >= TAKEN:  # a rank that waits for a core does not compute either
+        if taken >= TAKEN:  # ranks that wait for a core look idle, too
             also = f" Or they wait for cores: other programs use {taken:.0%} of the cores of {host}."
             again = "Run it again while other programs are not running. If ranks still do not compute: "
         return Limit(
@@ -90,7 +91,7 @@ def judge(run: RunMetrics, uneven: float = 0.0) -> Limit:
 
 
 def _evidence(run: RunMetrics, communication: float, uneven: float, own: float) -> list[str]:
-    """Return sentences with the shares of the time."""
+    """Return sentences that break down the time of a step."""
     step = 1e3 / run.steps_per_second
     cores = fmean([rank.cores for rank in run.ranks])
     of_gpu = f", its GPU is in use for {run.gpu:.0%}." if run.gpu is not None else "."
@@ -123,7 +124,7 @@ def _communication(run: RunMetrics, communication: float, evidence: list[str]) -
 
 
 def _used(one: Rank) -> float:
-    """Return how many cores a rank uses while it does not wait for others."""
+    """Return the number of cores that a rank uses while it is not waiting for other ranks."""
     return one.cores / max(1 - one.exposed, LEAST)
 
 
@@ -149,12 +150,12 @@ def _skew(run: RunMetrics, evidence: list[str]) -> Limit:
 
 
 def is_full(run: RunMetrics) -> bool:
-    """Return True if a run that computes uses all available cores or GPUs."""
+    """Return True if a compute-bound run already uses all available cores or GPUs."""
     return run.in_use() >= FULL_CORES if run.gpu is None else run.gpu >= FULL_GPU
 
 
 def _scale(run: RunMetrics, evidence: list[str]) -> str:
-    """Return what to try when a run is bound by computation: first scale up, then out."""
+    """Return what to try next for a compute-bound run: first scale up, then scale out."""
     what, used = ("cores", run.in_use()) if run.gpu is None else ("GPUs", run.gpu)
     evidence.append(f"{used:.0%} of the {what} are in use.")
     if is_full(run):

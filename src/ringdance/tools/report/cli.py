@@ -1,4 +1,4 @@
-"""``ringdance report``: write a page about a run, with what limits it and what to try next."""
+"""``ringdance report``: write an HTML page that shows what limits a run and what to try next."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _TIMELINES = ("timeline.json", "*timeline*.json")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run ``ringdance report`` with ``argv``, the words after it. Returns the exit code."""
+    """Run ``ringdance report`` with the arguments ``argv``. Returns the exit code."""
     parser = Parser(
         prog="ringdance report",
         description="Write a page about a run: is it limited by input, computation, communication or skew?",
@@ -63,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def trace_of(run: RunMetrics, file: Path | None) -> list[RankTimes]:
-    """Return a run's timeline, from its directory or from ``file``. Empty if none has the run's processes.
+    """Return a run's timeline, from its directory or from ``file``. Empty if no timeline matches the run.
 
     Raises:
         LaunchError: The file belongs to another run.
@@ -79,7 +79,7 @@ def trace_of(run: RunMetrics, file: Path | None) -> list[RankTimes]:
 
 
 def uneven_share(trace: Sequence[RankTimes]) -> float:
-    """Return the share of the time in which all ranks wait until others have submitted their requests."""
+    """Return the share of the time that every rank spends waiting for others to submit their requests."""
     return min((float(rank.parts["negotiate"].sum() / rank.steps.sum()) for rank in trace), default=0.0)
 
 

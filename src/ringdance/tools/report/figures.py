@@ -1,4 +1,4 @@
-"""Read the metrics of a run: ``metrics-*.jsonl`` in its output directory."""
+"""Read a run's metrics from ``metrics-*.jsonl`` in its output directory."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class Rank:
     """The metrics of one rank.
 
     Attributes:
-        rows: Samples in the order of their times.
-        steps: Number of steps that count: from the first sample after a step to the last sample.
+        rows: Samples in chronological order.
+        steps: Number of steps measured: those between the first sample after a step and the last sample.
         step_seconds: Mean seconds per step.
         exposed: Share of the time in which training waited for exchanges.
-        training: Samples after the first step, which does not count, up to the last step.
+        training: Samples from the first step, which is not measured, up to the last step.
         cores: Mean number of cores used by the process and its children.
-        gpu: Mean GPU use in percent; None without a GPU.
+        gpu: Mean GPU utilization in percent. None without a GPU.
     """
 
     rank: int
@@ -50,10 +50,11 @@ class Rank:
     gpu: float | None = field(init=False)
 
     def __post_init__(self) -> None:
-        # Ends at the first sample that has all steps, because saving and evaluating may follow.
+        # End at the first sample that includes all steps, because saving and evaluation may follow.
         last = next(row for row in self.rows if row["steps"] == self.rows[-1]["steps"])
         stepped = [row for row in self.rows if row["steps"] and row["steps"] < last["steps"]]
-        # Starts after the first step, which often compiles. A short run may not have a sample after it.
+        # Start after the first step, which often includes compilation. A short run may not have any sample
+        # after it.
         first = stepped[0] if stepped else self.rows[0]
         self.steps = last["steps"] - first["steps"]
         seconds = last.get("last_step_time", 0) - first.get("last_step_time", first["time"])
@@ -68,7 +69,7 @@ class Rank:
         self.gpu = fmean(gpu) if gpu else None
 
     def rates(self) -> list[tuple[float, float]]:
-        """Return steps per second at times since the epoch. Short intervals, as at the end, are merged."""
+        """Return pairs of Unix time and steps per second. Short intervals, as at the end, are merged."""
         points = [(float(row.get("last_step_time") or row["time"]), row["steps"]) for row in self.rows]
         lengths = [b - a for (a, _), (b, _) in itertools.pairwise(points) if b > a]
         chosen = points[:1]
@@ -81,13 +82,14 @@ class Rank:
 
 @dataclass
 class RunMetrics:
-    """A run: its directory and its ranks.
+    """The metrics of a run.
 
     Attributes:
         seconds: Seconds between the first and the last sample.
-        steps_per_second: Steps per second. All ranks take a step together, so this is not a sum.
+        steps_per_second: Steps per second. Every step involves all ranks, so rates are not added up over
+            ranks.
         communication: Share of the time in which even the slowest rank waits.
-        skew: Share of the time in which the others wait for the slowest rank.
+        skew: Share of the time in which the other ranks wait for the slowest one.
     """
 
     directory: Path
@@ -133,28 +135,28 @@ class RunMetrics:
 
     @property
     def gpu(self) -> float | None:
-        """Mean use of the ranks' GPUs, 0 to 1, or None without a GPU."""
+        """Mean utilization of the ranks' GPUs, 0 to 1, or None without GPUs."""
         uses = [rank.gpu for rank in self.ranks if rank.gpu is not None]
         return fmean(uses) / 100 if uses else None
 
     def in_use(self, host: str = "") -> float:
-        """Return the share of a host's usable cores that is busy, 0 to 1. Default: the busiest host."""
+        """Return the share of a host's usable cores that is busy, 0 to 1. Defaults to the busiest host."""
         return max(self.mean("host_cpu_percent", name) for name in ([host] if host else self.hosts)) / 100
 
     def taken(self, host: str) -> float:
-        """Return the share of a host's usable cores that programs other than the run's ranks use."""
+        """Return the share of a host's usable cores that is used by programs other than the run's ranks."""
         cores = self.mean("host_cores", host)
         used = sum(rank.cores for rank in self.ranks if rank.host == host)
         return self.in_use(host) - used / cores if cores else 0.0
 
     def mean(self, key: str, host: str = "") -> float:
-        """Return the mean of a gauge over the training samples of a host, or of all hosts."""
+        """Return the mean of a gauge over the training samples from one host, or from all hosts."""
         rows = [row for rank in self.ranks if host in ("", rank.host) for row in rank.training if key in row]
         return fmean([row[key] for row in rows]) if rows else 0.0
 
 
 def _read(file: Path) -> Iterator[Row]:
-    """Yield the samples of a file. Reports lines that were cut off, as by a full disk, on stderr."""
+    """Yield the samples in a file. Reports truncated lines, for example after a full disk, on stderr."""
     for number, line in enumerate(read_regular(file).splitlines(), 1):
         try:
             row = json.loads(line)
@@ -180,7 +182,7 @@ def read_run(directory: Path) -> RunMetrics:
     if not files:
         what = "has no metrics-*.jsonl" if directory.is_dir() else "is not a directory"
         advice = "start the job with `ringdance run --output-filename DIR`"
-        if any(directory.glob("rank.*")):  # the job was started this way
+        if any(directory.glob("rank.*")):  # created by a job that was started this way
             advice = "its ranks have not called hvd.init(), or ended within it"
             outputs = [read_regular(path).strip() for path in sorted(directory.glob("rank.*/stderr"))]
             if end := next((text.splitlines()[-1] for text in outputs if text), ""):
@@ -193,7 +195,7 @@ def read_run(directory: Path) -> RunMetrics:
         last[row["rank"]] = own = processes[row["rank"], row["host"], row["pid"]]
         own.append(row)
     ranks = []
-    # There may be files of further ranks, from hosts that have left or from an earlier run.
+    # The directory may contain files for other ranks, from hosts that have left or from an earlier run.
     for rank in sorted(rank for rank in last if rank < rows[-1]["size"]):
         try:
             ranks.append(Rank(rank, last[rank][0]["host"], last[rank]))

@@ -1,4 +1,4 @@
-"""Write the page of ``ringdance report``: a single HTML file that loads nothing."""
+"""Write the page for ``ringdance report``: a self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from ringdance.tools.report.summary import RankTimes, rank_row
 from ringdance.tools.report.timeline import milliseconds, rank_table
 
 _STEP = ("between exchanges", "waits for slower ranks", "exchanges")
-_OTHER, _LINES = 4, 4  # first color without a meaning in the plots; maximum number of lines
+_OTHER, _LINES = 4, 4  # first color that has no fixed meaning in the plots; maximum number of lines
 
 
 def page(runs: Sequence[RunMetrics], limit: Limit, trace: Sequence[RankTimes], batch: int) -> str:
-    """Return the HTML of the page.
+    """Return the page as HTML.
 
     Args:
         runs: Runs to compare. The page describes the last one.
         limit: What limits the last run.
-        trace: Timeline of the last run; may be empty.
-        batch: Samples per rank and step; 0 if not known.
+        trace: Timeline of the last run. May be empty.
+        batch: Samples per rank and step. 0 if not known.
     """
     run = runs[-1]
     speed = speed_of(run, batch)
@@ -57,7 +57,7 @@ def page(runs: Sequence[RunMetrics], limit: Limit, trace: Sequence[RankTimes], b
 
 
 def speed_of(run: RunMetrics, batch: int) -> str:
-    """Describe the speed of a run, and how to see it in samples if the batch size is not known."""
+    """Describe a run's speed. If the batch size is not known, explain how to get the speed in samples."""
     samples = f"{run.steps_per_second * run.size * batch:,.4g} samples/s of all ranks"
     hint = "with `--batch-size N`, samples per rank and step, also samples/s (images/s, rows/s)"
     return f"{run.steps_per_second:.4g} steps/s; {samples if batch else hint}"

@@ -1,4 +1,4 @@
-"""Summarize a timeline: where each rank's time per step goes, and which tensors are late."""
+"""Summarize a timeline: how each rank spends its time in a step, and which tensors are submitted late."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ Array = NDArray[np.float64]
 Members = dict[int, tuple[float, float]]
 """Start and end of a negotiation, by rank."""
 
-_LATE = 0.05  # share of a step that a rank must be behind the others to count as late
-_OFTEN = 0.3  # share of the steps in which this must happen
+_LATE = 0.05  # a rank counts as late if it is behind the others by this share of a step
+_OFTEN = 0.3  # share of steps in which a rank must be late to be reported
 _RANK = re.compile(r"rank (\d{1,9}) on (.*) \(pid (\d{1,9})\)")
 _THREAD = re.compile(r"rank (\d{1,9})")
 _STEP = re.compile(r"step (\d{1,18})")
@@ -34,7 +34,7 @@ _LOST = re.compile(r"(\d{1,18}) records lost")
 
 
 class Cover:
-    """The union of spans.
+    """A union of time spans.
 
     Args:
         spans: Start and end of each span, in any order.
@@ -51,11 +51,11 @@ class Cover:
         self._edges, self._lengths = np.array(edges), np.array(lengths)
 
     def until(self, times: Sequence[float] | Array) -> Array:
-        """Return the covered time before each of several times."""
+        """Return the total covered time up to each of the given times."""
         return np.interp(times, self._edges, self._lengths)
 
     def within(self, times: Sequence[float] | Array, other: Cover | None = None) -> Array:
-        """Return the covered time between successive times, or the part that ``other`` also covers."""
+        """Return the covered time between successive times. With ``other``, only time that both cover."""
         covered = self.until(times)
         if other is not None:  # |A and B| = |A| + |B| - |A or B|
             covered = covered + other.until(times) - Cover([*self.spans, *other.spans]).until(times)
@@ -64,18 +64,18 @@ class Cover:
 
 @dataclass
 class RankTimes:
-    """The times of one rank, in seconds.
+    """The timeline of one rank. All times are in seconds.
 
     Attributes:
         threads: Spans by thread name.
         times: Times of the marks between steps.
-        numbers, steps: Numbers and durations of the steps, without those in which records were lost. If no
-            others exist, all of them, shortened by the gaps.
+        numbers, steps: Numbers and durations of the steps. Steps in which records were lost are left out. If
+            records were lost in every step, all steps are included, and their durations exclude the gaps.
         uncertainty: Uncertainty of the rank's clock.
         lost: Number of lost records.
-        exposed: Exposed time of each step.
-        parts: Parts of each step's exposed time, by the keys of ``PARTS``.
-        hidden: Time in each step in which batches were exchanged while the rank computed.
+        exposed: Exposed time in each step.
+        parts: Components of each step's exposed time, by the keys of ``PARTS``.
+        hidden: Time in each step during which batches were exchanged while the rank computed.
     """
 
     rank: int
@@ -96,10 +96,10 @@ class RankTimes:
         lost = [(int(m[1]), a, b) for text, a, b in spans if (m := _LOST.fullmatch(text))]
         gaps, self.lost = Cover((a, b) for _, a, b in lost), sum(count for count, _, _ in lost)
         whole = gaps.within(self.times) == 0
-        whole |= not whole.any()  # then use all steps without their gaps
+        whole |= not whole.any()  # if every step has gaps, use all steps but exclude the gaps
 
         def cover(thread: str, name: str = "") -> Cover:
-            """Return a thread's spans, or those with a name, on a clock that stops while records are lost."""
+            """Return a thread's spans, or only those called ``name``, on a clock that skips lost records."""
             spans = np.array([(a, b) for text, a, b in self.threads.get(thread, ()) if name in ("", text)])
             return Cover((spans - gaps.until(spans)).tolist())
 
@@ -118,12 +118,12 @@ class RankTimes:
 
     @property
     def computed(self) -> Array:
-        """Time of each step that is not exposed."""
+        """Time in each step that is not exposed."""
         return self.steps - self.exposed
 
 
 def ranks_of(trace: Trace) -> list[RankTimes]:
-    """Return the ranks of a trace."""
+    """Return the ranks in a trace."""
     matches = {pid: match for pid, name in trace.processes.items() if (match := _RANK.fullmatch(name))}
     threads: dict[int, dict[str, list[Span]]] = defaultdict(dict)
     marks: dict[int, list[tuple[int, float]]] = defaultdict(list)
@@ -138,7 +138,7 @@ def ranks_of(trace: Trace) -> list[RankTimes]:
     ranks = []
     for pid, match in matches.items():
         own = sorted(marks[pid], key=lambda mark: mark[1])
-        if len(own) > 1:  # the first step starts before the file, or includes work that happens only once
+        if len(own) > 1:  # the first step starts before the file, or includes one-time work
             times, numbers = [at for _, at in own], [number for number, _ in own[1:]]
         else:
             times, numbers = list(window), [0]
@@ -170,7 +170,7 @@ def summarize(trace: Trace) -> dict[str, Any]:
 
 
 def rank_row(one: RankTimes) -> dict[str, Any]:
-    """Return the mean times of a rank."""
+    """Return a rank's mean times."""
     means = {f"{part}_seconds": float(times.mean()) for part, times in one.parts.items()}
     return {
         "rank": one.rank, "host": one.host, "pid": one.pid, "steps": len(one.numbers),
@@ -181,7 +181,7 @@ def rank_row(one: RankTimes) -> dict[str, Any]:
 
 
 def notes(ranks: Sequence[RankTimes]) -> list[str]:
-    """Return sentences about what a timeline does not show."""
+    """Return sentences about the limitations of a timeline."""
     lost = ", ".join(f"{rank.lost} of rank {rank.rank}" for rank in ranks if rank.lost)
     known = {r.host: f"{r.host} to {r.uncertainty * 1e6:,.0f} us" for r in ranks if r.uncertainty}
     gaps = f"Records were overwritten before they were read: {lost}. The summary skips the time they cover."
@@ -214,7 +214,7 @@ def _steps(ranks: list[RankTimes]) -> list[dict[str, Any]]:
 
 
 def _sentence(steps: Sequence[dict[str, Any]], hosts: Mapping[int, str]) -> str:
-    """Say in a sentence what a step waits for. Returns "" without steps."""
+    """Describe in a sentence what a step waits for. Returns "" if the timeline does not contain any steps."""
     if not steps:
         return ""
     whole, exposed = (fmean([row[key] for row in steps]) for key in ("seconds", "exposed_seconds"))
@@ -233,7 +233,7 @@ def _sentence(steps: Sequence[dict[str, Any]], hosts: Mapping[int, str]) -> str:
 
 
 def _tensors(trace: Trace, ranks: dict[int, RankTimes]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return how late each tensor comes, and requests that only some ranks have submitted."""
+    """Return how late each tensor is submitted, and the requests that only some ranks have submitted."""
     rounds: dict[str, dict[Key, Members]] = defaultdict(lambda: defaultdict(dict))
     pending: dict[str, dict[int, float]] = defaultdict(dict)
     for (pid, tid), thread in trace.threads.items():
@@ -260,7 +260,10 @@ def _tensors(trace: Trace, ranks: dict[int, RankTimes]) -> tuple[list[dict[str, 
 def _lateness(
     name: str, rounds: Collection[Members], ranks: dict[int, RankTimes]
 ) -> dict[str, Any] | None:
-    """Return how long ranks wait for others to submit a tensor, and for whom most; None if no rank waits."""
+    """Return how long ranks wait for others to submit a tensor, and which rank they wait for most.
+
+    Returns None if no rank waits.
+    """
     late: Counter[int] = Counter()
     seconds: dict[int, float] = defaultdict(float)
     waits = []

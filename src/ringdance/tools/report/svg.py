@@ -1,4 +1,4 @@
-"""Draw plots as SVG: lines and stacked bars. Colors are classes in the page's style sheet."""
+"""Draw line plots and stacked bars as SVG. Colors are classes in the page's style sheet."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 STYLE = Path(__file__).with_name("page.css")
 _WIDTH, _LEFT, _RIGHT, _TOP = 400, 44, 12, 8
 _HEIGHT, _BOTTOM = 200, 160  # height of a line plot, and position of its x axis
-_BOUNDS, _BOUND = ("bound", "linear"), 6  # what would be reached without losses: a dashed line of this color
+_BOUNDS, _BOUND = ("bound", "linear"), 6  # lines that show the ideal are dashed, in this color
 _APART = 32  # minimum distance between labels on the x axis
 _ids = count()
 
@@ -19,7 +19,7 @@ Line = Sequence[tuple[float, float]]
 
 
 def _frame(height: float, title: str, description: str, body: Iterable[str]) -> str:
-    """Return an SVG picture with its texts for screen readers."""
+    """Return an SVG image with a title and description for screen readers."""
     number = next(_ids)
     return (
         f'<svg viewBox="0 0 {_WIDTH} {height:.0f}" role="img" aria-labelledby="t{number} d{number}">'
@@ -51,15 +51,15 @@ def _legend(names: Mapping[int, str]) -> str:
 def lines(
     title: str, series: Mapping[str, Line], x_unit: str, y_unit: str, top: float = 0.0, first: int = 0
 ) -> str:
-    """Return a line plot whose y axis starts at 0, with caption and legend.
+    """Return a line plot with a caption and legend. Its y axis starts at 0.
 
     Args:
         title: Title of the plot.
-        series: Points by name of the line.
+        series: Points of each line, by name.
         x_unit: Unit of the x axis.
         y_unit: Unit of the y axis.
-        top: Minimum upper end of the y axis.
-        first: Number of the first line's color.
+        top: Smallest allowed upper end of the y axis.
+        first: Color number of the first line.
     """
     colours = {name: number % 8 for number, name in enumerate(series, first)}
     highest = max(top, *(y for line in series.values() for _, y in line))
@@ -73,7 +73,7 @@ def _drawn(
     series: Mapping[str, Line], colours: Mapping[str, int], x_unit: str, ys: Sequence[float],
     logarithmic: bool = False, noise: Mapping[str, Sequence[float]] | None = None,
 ) -> list[str]:  # fmt: skip
-    """Return the elements of axes and lines. ``write`` describes the arguments."""
+    """Return the SVG elements for axes and lines. See ``write`` for the arguments."""
     known = sorted({x for line in series.values() for x, _ in line})
     ticks = known if logarithmic else _ticks(0.0, known[-1])
 
@@ -116,18 +116,18 @@ def write(
     file: Path, panels: Mapping[str, Mapping[str, Line]], x_labels: Sequence[str], y_labels: Sequence[str], *,
     noise: Mapping[str, Sequence[float]] | None = None, logarithmic: bool = False, from_zero: bool = True,
 ) -> None:  # fmt: skip
-    """Write line plots, one below the other, to a file that looks good on light and dark pages.
+    """Write line plots, stacked vertically, to a file that is legible on light and dark pages.
 
-    A line has the same color in all plots. "bound" and "linear" are dashed. Equal input gives equal files.
+    Each line has the same color in all plots. "bound" and "linear" are dashed. The output is deterministic.
 
     Args:
         file: Path that ends in ``.svg``.
-        panels: Lines by name, for each title.
-        x_labels: Label of each plot's x axis, with the unit.
-        y_labels: Label of each plot's y axis, with the unit.
-        noise: Half of the interval around each point as a share of y, by name of the line.
+        panels: Lines of each plot, by the plot's title and the line's name.
+        x_labels: Label for each plot's x axis, with the unit.
+        y_labels: Label for each plot's y axis, with the unit.
+        noise: Half of each point's confidence interval, as a share of y, by name of the line.
         logarithmic: If True, the x axes are logarithmic.
-        from_zero: If True, the y axes start at 0. Otherwise they start near the lowest y.
+        from_zero: If True, the y axes start at 0. Otherwise they start near the smallest value.
     """
     free = cycle(number for number in range(8) if number != _BOUND)
     colours: dict[str, int] = {}
@@ -161,7 +161,7 @@ def _figure(caption: str, picture: str, legend: str) -> str:
 
 
 def bars(title: str, names: Sequence[str], rows: Mapping[str, Sequence[float]], unit: str) -> str:
-    """Return stacked horizontal bars. ``names`` names the values in each row."""
+    """Return stacked horizontal bars. ``names`` has the legend entry for each value in a row."""
     left, each = 70, 22
     longest = max(sum(values) for values in rows.values()) or 1.0
     scale = (_WIDTH - left - 70) / longest

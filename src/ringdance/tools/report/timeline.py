@@ -1,4 +1,4 @@
-"""``ringdance timeline``: show where the time of a step goes."""
+"""``ringdance timeline``: show how the time in a step is spent."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _COLUMNS = {key: key.replace("_", " ").removeprefix("wait for ") for key in (
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run ``ringdance timeline`` with ``argv``, the words after it. Returns the exit code."""
+    """Run ``ringdance timeline`` with the arguments ``argv``. Returns the exit code."""
     parser = Parser(
         prog="ringdance timeline",
         description="Show where the time of a step goes, which ranks are slow, and which tensors are late.",
@@ -64,13 +64,13 @@ def main(argv: Sequence[str]) -> int:
 
 
 def milliseconds(seconds: float) -> str:
-    """Format a time in ms with three digits."""
+    """Format a time in milliseconds with up to three significant digits."""
     value = seconds * 1000
     return f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2}f}"
 
 
 def rank_table(ranks: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """Return the columns and rows of the table that shows where each rank's time goes, in ms."""
+    """Return columns and rows for the table that breaks down each rank's time, in milliseconds."""
     rows = [
         [f"{row['rank']} {row['host']}", *(milliseconds(row[f"{key}_seconds"]) for key in _COLUMNS)]
         for row in ranks

@@ -1,4 +1,4 @@
-"""Read a timeline file in Chrome's JSON format, including files that end abruptly."""
+"""Read a timeline in Chrome's JSON trace format. Truncated files can be read, too."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _LINES = 20_000  # lines to parse at once
 
 
 class Trace:
-    """The events of a timeline.
+    """The events in a timeline.
 
     Attributes:
-        processes: Process names by process number.
-        threads: Thread names by process and thread.
-        spans: Spans of each thread, in the order of their ends.
-        instants: Name and time of each thread's instants.
+        processes: Process names by process ID.
+        threads: Thread names by process and thread ID.
+        spans: Spans of each thread, in order of their end times.
+        instants: Name and time of each instant event, by thread.
         rounds: Process set, round, start and end of each negotiation, by the tensor's thread.
         uncertainties: Clock uncertainties by process.
-        open: Name and start of each thread's spans that do not end in the file.
+        open: Name and start of each span that does not end in the file, by thread.
     """
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ def load(path: Path) -> Trace:
 
 
 def _events(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield events and their places: lines if the monitor wrote the file, otherwise event numbers."""
+    """Yield events with their places: line numbers if the monitor wrote the file, otherwise event numbers."""
     check_regular(path)
     with path.open(encoding="utf-8", errors="replace") as file:
         if file.readline().strip() != "[":
@@ -81,7 +81,7 @@ def _events(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 if error.lineno < len(lines) or file.read(1):
                     error.lineno += number - 1
                     raise
-                content = json.loads(f"[{','.join(lines[:-1])}]")  # the last line is cut off
+                content = json.loads(f"[{','.join(lines[:-1])}]")  # the last line is truncated
             yield from ((f", line {at}", event) for at, event in enumerate(content, number))
             number += len(lines)
 
