@@ -118,7 +118,7 @@ def _ranks_here(target: str) -> list[_Rank]:
     known = set()
     for pid in filter(str.isdigit, os.listdir("/proc") if os.path.isdir("/proc") else []):
         reader = open_ring(int(pid))
-        if reader is not None and reader.who.pid == int(pid) and reader.who.host:  # host is set by init()
+        if reader is not None and reader.who.pid == int(pid) and reader.who.host:  # no host during init()
             if (rank := _rank_of(reader)) is None:
                 continue
             known.add((rank.job, rank.number))

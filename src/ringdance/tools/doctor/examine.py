@@ -142,7 +142,7 @@ def _compared(check: Check, hosts: Hosts) -> Iterable[Result]:
 
 
 def _failure(check: Check, host: HostFacts) -> str | None:
-    """Return the error of a failed probe needed by the check, "" if one was not run, None if all succeeded."""
+    """Return why a probe needed by the check failed, "" if one was not run, None if all succeeded."""
     for probe in check.needs:
         if probe not in host.facts:
             return ""

@@ -158,7 +158,7 @@ class Copy:
         self._show()
 
     def _arrange(self) -> None:
-        """Connect the hosts into chains. If this machine is one of the hosts, it is not part of any chain."""
+        """Connect the hosts into chains. If this machine is a destination, it is not chained to others."""
         local = [host for host in self._states if host in self._hosts.shell.local]
         others = [host for host, state in self._states.items() if host not in local and state.open]
         if self._direct or len(others) < 2:

@@ -100,7 +100,7 @@ class Attempt:
     def processes(self) -> list[psutil.Process]:
         """Return the processes on this host that belong to the attempt."""
         processes, mark = psutil.process_iter(["environ"]), str(self.directory)
-        return [p for p in processes if (p.info["environ"] or {}).get(MARK) == mark]  # None: a zombie
+        return [p for p in processes if (p.info["environ"] or {}).get(MARK) == mark]  # a zombie's is None
 
 
 @dataclass
@@ -211,7 +211,7 @@ class Searcher:
         return pruned
 
     def _end(self, one: Attempt) -> None:
-        """End the trial's processes on this host, starting with SIGTERM. The launcher ends those elsewhere."""
+        """End the trial's processes on this host, SIGTERM first. The launcher ends those on other hosts."""
         shells, until = [], time.monotonic() + self.grace
         for process in one.processes() if one.code() in (None, _KILLED) else []:
             with contextlib.suppress(psutil.Error, OSError):

@@ -175,7 +175,7 @@ def headline(study: Study) -> str:
 
 
 def table(study: Study, *states: str) -> Table:
-    """Return a table of the trials in these states. Trials without a result show their last reported value."""
+    """Return a table of the trials in these states. Without a result, a trial's last report is shown."""
     made = Table(title=headline(study), title_justify="left", box=SIMPLE_HEAD)
     names = list(study.space.parameters)
     for name in ("trial", "state", study.space.objective.name, "seconds", *names):
