@@ -35,9 +35,9 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
-        """Parse the words. Anything unknown is an error of this command or subcommand."""
+        """Parse the arguments. The command or subcommand that finds unknown arguments reports an error."""
         words = list(sys.argv[1:] if args is None else args)
-        # This comes first, because argparse treats -hostfile as -h and -iface as -i.
+        # Look for foreign options first, because argparse would parse -hostfile as -h and -iface as -i.
         parsed, rest = None, self._foreign(words)
         if not rest:
             parsed, rest = super().parse_known_args(words, namespace)
@@ -46,7 +46,7 @@ class Parser(argparse.ArgumentParser):
         return parsed, rest
 
     def _foreign(self, words: Sequence[str]) -> list[str]:
-        """Return options before the command that belong to other launchers, or have a wrong number of dashes."""
+        """Return options before the command that belong to other launchers or have the wrong dashes."""
         known, foreign, values = self._option_string_actions, list[str](), 0
         has_command = any(action.nargs in _COMMAND for action in self._get_positional_actions())
         for word in words:

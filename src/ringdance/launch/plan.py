@@ -53,7 +53,7 @@ class Plan:
         source: Where the hosts were specified, for display.
         method: How other hosts are reached.
         command: The user's command, with the program's path resolved.
-        environment: Variables set for the ranks. They are added to the launcher's variables and override them.
+        environment: Variables set for the ranks. They override the launcher's variables.
         removed: Names of the launcher's variables that are removed from the ranks' environment.
         python: Path of the interpreter on other hosts, "" if it is the same as the launcher's.
         chdir: Working directory of the ranks, as in ``JobSpec.chdir``.
@@ -263,7 +263,7 @@ def _variables(
 
 
 def _removed(environ: Mapping[str, str]) -> list[str]:
-    """Return variables to remove, so that mpiexec inside another MPI job is not taken for one of its ranks."""
+    """Return variables to remove, lest mpiexec inside another MPI job be taken for one of its ranks."""
     prefixes = (*_OF_A_RANK, *_OF_A_SCHEDULER, *(["MASTER_PORT"] if MARKER in environ else []))
     names = (name for name in environ if not name.startswith("PMIX_MCA_"))  # the user's settings
     return sorted(name for name in names if name.startswith(prefixes))

@@ -113,7 +113,7 @@ def prepare(
 
 
 def _exports(spec: JobSpec, rank_0_here: bool) -> dict[str, str]:
-    """Return the variables for all ranks: the user's, and the paths of other files that belong to the output."""
+    """Return the variables for all ranks: the user's, and the paths of further output files."""
     exports = dict(spec.exports)
     if spec.output_directory:  # also for records of failing ranks, and for metrics
         for name in (_RECORDS, METRICS_DIR):

@@ -94,7 +94,7 @@ class RunningJob:
             self._expire()
 
     def _handle(self, event: Event, at_most: float = math.inf) -> None:
-        """Follow the state table (``Stage.follow()``) and perform the actions required on entering a state."""
+        """Apply an event to the state table (``Stage.follow()``), and act on entering a new state."""
         if not self._stage.follow(event, at_most):
             return
         state = self._stage.state
@@ -252,7 +252,7 @@ class RunningJob:
             self._fail(f"{self._plan.named(host.name)}: {why}", 1, "daemon", min([when, *before]))
 
     def _on_host_failed(self, host: str, message: str, lost: bool) -> None:
-        """Handle the loss of a host, or the death of a program other than a rank that the job started there."""
+        """Handle the loss of a host, or the death of a program other than a rank on that host."""
         self._ranks.lost_hosts |= {host} if lost else set()
         self._note(f"host {host}: {message}")
         text = f"{self._plan.named(host)}: {message}"

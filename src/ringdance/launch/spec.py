@@ -158,8 +158,8 @@ def resolve_command(command: Sequence[str], directory: str = "") -> list[str]:
 
     Args:
         command: The program and its arguments.
-        directory: The ranks' working directory, "" for the current one. If it exists only on other hosts,
-            the command is not checked.
+        directory: The ranks' working directory, "" for the current one. The Python script is not
+            checked if this directory exists only on other hosts.
 
     Raises:
         CommandError: The command is empty, its program is not found (code 127) or not executable, or its
