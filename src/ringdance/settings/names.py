@@ -60,6 +60,6 @@ STARTED_BY = "RINGDANCE_JOB_RANK"
 # `ringdance search` passes facts to its trials in variables with this prefix.
 SEARCH_PREFIX = "RINGDANCE_SEARCH_"
 
-# Environment variables in which common launchers pass the rank to a process.
+# Environment variables in which common launchers pass each process its rank and the number of processes.
 RANK_NAMES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID", "MPI_LOCALRANKID")
 SIZE_NAMES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")

@@ -1,7 +1,7 @@
 """Show the ranks' output on one terminal, with each line prefixed by its rank, and copy it to files.
 
-By default, a line from rank 1 becomes ``[1] text`` on the stream to which the rank wrote it. ``Style`` defines
-other formats. The order of lines within a stream is preserved, and a newline is appended to an unfinished
+By default, a line from rank 1 becomes ``[1] text`` on the stream to which the rank wrote it. ``Style``
+defines other formats. The order of lines within a stream is preserved, and a newline is appended to an unfinished
 last line. A carriage return also ends a line, so that progress bars stay readable.
 """
 
@@ -86,7 +86,7 @@ class Lines:
         self._size = 0
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Return the complete lines, including line ends. More than 8 MiB without a line end count as a line."""
+        """Return the complete lines with their ends. More than 8 MiB without a line end count as a line."""
         # A carriage return at the end of the data may be the first half of "\\r\\n".
         until = len(data) - data.endswith(b"\r")
         cut = max(data.rfind(b"\n", 0, until), data.rfind(b"\r", 0, until)) + 1
@@ -111,7 +111,7 @@ class Style:
     """Format of the ranks' output lines.
 
     Attributes:
-        prefix: Text before each line. ``{rank}``, ``{host}`` and ``{stream}`` (stdout or stderr) are replaced.
+        prefix: Text before each line, with placeholders ``{rank}``, ``{host}``, ``{stream}`` (stdout, stderr).
         clock: If True, the local time precedes the prefix.
         closes: If True, a newline is appended to an unfinished last line.
         colour: ANSI (SGR) color number for the prefix on the launcher's stream, 0 for none.
