@@ -30,7 +30,7 @@ class HostFacts:
         networks: Interface, IPv4 or IPv6 address, and prefix length for each network.
         reached: Address at which the host was reached, or "".
         infiniband: True if the host has InfiniBand devices.
-        shared_memory: Free bytes in /dev/shm, -1 if there is no /dev/shm or the size is unknown.
+        shared_memory: Free bytes in /dev/shm, -1 if unknown or without /dev/shm.
     """
 
     name: str = ""

@@ -112,7 +112,7 @@ class RunningJob:
             self._agents.clean_local(not self._ranks.completed)
 
     def _expire(self) -> None:
-        """Act when a state has passed its deadline and there is no reason to extend it."""
+        """Act when a state has passed its deadline, which no reason extends."""
         if self._stage.state in (State.PREPARING, State.STARTING):
             text = f"only {self._ranks.connected} of {self._plan.ranks} ranks started within "
             text += f"{self._spec.start_timeout:g} s (--start-timeout)"

@@ -1,8 +1,8 @@
 """Show the ranks' output on one terminal, with each line prefixed by its rank, and copy it to files.
 
 By default, a line from rank 1 becomes ``[1] text`` on the stream to which the rank wrote it. ``Style``
-defines other formats. The order of lines within a stream is preserved, and a newline is appended to an unfinished
-last line. A carriage return also ends a line, so that progress bars stay readable.
+defines other formats. The order of lines within a stream is preserved, and a newline is appended to an
+unfinished last line. A carriage return also ends a line, so that progress bars stay readable.
 """
 
 from __future__ import annotations
@@ -111,7 +111,8 @@ class Style:
     """Format of the ranks' output lines.
 
     Attributes:
-        prefix: Text before each line, with placeholders ``{rank}``, ``{host}``, ``{stream}`` (stdout, stderr).
+        prefix: Text before each line, in which ``{rank}``, ``{host}`` and ``{stream}`` (stdout or stderr) are
+            replaced.
         clock: If True, the local time precedes the prefix.
         closes: If True, a newline is appended to an unfinished last line.
         colour: ANSI (SGR) color number for the prefix on the launcher's stream, 0 for none.

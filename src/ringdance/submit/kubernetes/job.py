@@ -126,7 +126,7 @@ class JobRequest:
 
     @property
     def launch(self) -> list[str]:
-        """The launcher's command. It reads hosts and slots from files mounted into its pod by the operator."""
+        """The launcher's command. It reads hosts and slots from files that the operator mounts."""
         refuse_launcher(self.command)
         # ssh does not forward the environment, so name the variables that the launcher must pass on.
         exports = [word for name in (*self.env, *self.secret_env) for word in ("-x", name)]

@@ -224,7 +224,7 @@ class Reader:
         return record.get("step"), record["value"]
 
     def result(self) -> tuple[float, str]:
-        """Return the trial's result and "". If there is no finite value, return the reason instead of ""."""
+        """Return the trial's result and "". If the result is not finite, return the reason instead of ""."""
         aim, numbers = self._objective, list(filter(math.isfinite, self.values))
         if not self.values:
             return math.nan, f"no {aim.name} was found by {aim.line or 'ringdance.report'}"
