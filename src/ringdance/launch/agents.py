@@ -258,7 +258,7 @@ class Agents:
         watch(self._selector, frames.write_fd, selectors.EVENT_WRITE, action)
 
     def _silent(self, agent: Remote) -> bool:
-        """Return True if the connection holds no unread data. Otherwise this process is late, not the host."""
+        """Return True if the connection has no unread data. Otherwise only this process is late."""
         with selectors.DefaultSelector() as selector:
             selector.register(agent.frames.read_fd, selectors.EVENT_READ)
             return not selector.select(0)
