@@ -1,11 +1,11 @@
-"""One tree for every exception that Ringdance raises.
+"""The exception hierarchy: every exception that Ringdance raises.
 
 ::
 
     RingdanceError
-    ├── SettingError            (ValueError)    a setting has an invalid value
-    ├── ArgumentError           (ValueError)    a call's arguments are wrong; only this rank can see it
-    │   └── DuplicateNameError                  a name is still in flight on this rank
+    ├── SettingError            (ValueError)    the value of a setting is invalid
+    ├── ArgumentError           (ValueError)    invalid arguments, detected on the calling rank alone
+    │   └── DuplicateNameError                  an operation with this name is in flight here
     ├── LaunchError             (RuntimeError)  a job could not be started, or it failed
     ├── HostsUpdatedInterrupt   (RuntimeError)  the job's hosts have changed; not a fault
     └── CollectiveError         (RuntimeError)  a collective failed (Horovod: HorovodInternalError)
@@ -15,11 +15,11 @@
         ├── ShutDownError                       a rank shut down or exited while others waited
         ├── RankLostError                       a rank died
         ├── StallError                          a rank did not submit in time
-        │   └── DeadlockError                   ranks wait for operations that others never submitted
+        │   └── DeadlockError                   ranks wait for operations that others will never submit
         └── EngineError                         the engine itself failed
 
-After a MismatchError or ProcessSetRemovedError, further collectives work. After any other CollectiveError
-the job is over unless it is initialized again.
+The engine stays usable after a MismatchError or ProcessSetRemovedError. After any other CollectiveError, no
+collective works until the ranks call ``init()`` again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import sys
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-# Advice for a rank that has made, or will have made, fewer steps than the others.
+# Advice if ranks run different numbers of steps, so that one finishes before the others.
 UNEVEN_STEPS = (
     "A rank that makes fewer steps than the others skipped one (for instance by `continue` or `return` "
     "before its backward pass: every rank must make each step), or ran out of data: divide it evenly with "
@@ -40,11 +40,11 @@ UNEVEN_STEPS = (
 
 
 def pip_install(*words: str) -> str:
-    """Return the command that installs packages next to this copy of Ringdance.
+    """Return the command that installs packages into the environment of this copy of Ringdance.
 
     Args:
-        words: Package names in an index, and options of ``pip install``. Never "ringdance" itself: this
-            copy may come from a clone, and anybody can publish a package of that name in an index.
+        words: Package names, and options for ``pip install``. Never pass "ringdance" itself: this copy may
+            have been installed from a clone, and anyone can publish a package with that name on an index.
     """
     return shlex.join([sys.executable or "python3", "-m", "pip", "install", *words])
 
@@ -52,22 +52,22 @@ def pip_install(*words: str) -> str:
 def optional(
     module: str, error: type[BaseException], why: str = "", package: str = "", more: str = ""
 ) -> ModuleType:
-    """Import a module of an optional package.
+    """Import a module from an optional dependency.
 
     Args:
         module: Name of the module.
         error: Type to raise if the module is missing.
-        why: Text of the error before the advice. By default, the text of the ImportError.
+        why: Start of the error message, followed by the advice. Default: the ImportError's message.
         package: Package to install, if its name differs from the module's.
-        more: Text of the error after the advice.
+        more: Text appended to the advice.
 
     Raises:
-        BaseException: An ``error`` that says what to install, or why the installed package cannot be
-            imported.
+        BaseException: The module cannot be imported. The exception is an ``error``, and its message says
+            what to install or why the installed package fails to import.
     """
     try:
         return importlib.import_module(module)
-    except (ImportError, AttributeError) as missing:  # AttributeError: a name that a newer NumPy removed
+    except (ImportError, AttributeError) as missing:  # AttributeError: built for an older NumPy
         top = module.partition(".")[0]
         text = f"{why or missing}: {pip_install(package or top)}{more}"
         wanted = (missing.name or "").partition(".")[0]
@@ -79,8 +79,8 @@ def optional(
 class RingdanceError(Exception):
     """Base of all exceptions raised by Ringdance."""
 
-    # Defined again so that subclasses that are also ValueErrors have exactly this one. TensorFlow uses it
-    # to recognize errors that it can raise again with the location in the user's function.
+    # Redefined so that subclasses that also derive from ValueError inherit this very method. TensorFlow
+    # compares it to decide whether it can re-raise an error with the location in the user's function.
     if not TYPE_CHECKING:
         __init__ = Exception.__init__
 
@@ -102,10 +102,10 @@ class LaunchError(RingdanceError, RuntimeError):
 
 
 class HostsUpdatedInterrupt(RingdanceError, RuntimeError):
-    """The job's hosts have changed: the training function ends, to restart with the current ranks.
+    """The job's hosts have changed. Ends the training function so that it restarts with the current ranks.
 
     Attributes:
-        skip_sync: True if state need not be synchronized, because ranks were only removed.
+        skip_sync: True if ranks were only removed, so that state need not be synchronized.
     """
 
     def __init__(self, skip_sync: bool = False) -> None:
@@ -134,7 +134,7 @@ class ShutDownError(CollectiveError):
 
 
 class RankLostError(CollectiveError):
-    """A rank died. The message names rank, host and process id."""
+    """A rank died. The message gives its rank, host and process ID."""
 
 
 class StallError(CollectiveError):
@@ -146,11 +146,11 @@ class DeadlockError(StallError):
 
 
 class EngineError(CollectiveError):
-    """The engine failed in a step. The message gives the cause."""
+    """The engine itself failed. The message gives the cause."""
 
     @classmethod
     def of(cls, who: object, cause: BaseException) -> EngineError:
-        """Build the error for all pending work of the rank ``who``."""
+        """Build the error that all pending operations on the rank ``who`` fail with."""
         kind = type(cause).__name__
         text = f"The engine of {who} failed: {kind}: {cause}"
         if not isinstance(cause, Exception):

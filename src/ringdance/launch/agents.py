@@ -1,4 +1,4 @@
-"""The agents of a running job as the launcher sees them: one on each host, including its own."""
+"""The launcher's view of the agents in a running job. There is one on each host, including the launcher's."""
 
 from __future__ import annotations
 
@@ -14,22 +14,24 @@ from ringdance.launch.cause import signal_name
 from ringdance.launch.remote.connect import Remote, close_all
 
 _PING_S = 0.5
-_SLEPT_S = 2.0  # such a gap between checks, normally _PING_S apart, means that this process was stopped
-_LATE_S = 1.5  # a host that has been silent this long may be lost, so it is worth waiting to find out
-_SHOWN_S = 6.0  # silence this long is reported, and ends the wait for a host once something has failed
+# Checks are normally _PING_S apart. A gap this long means that this process was suspended.
+_SLEPT_S = 2.0
+_LATE_S = 1.5  # after this much silence, a host may be lost, and it is worth waiting to find out
+# Silence this long is reported to the user. Once the job has failed, it also ends the wait for the host.
+_SHOWN_S = 6.0
 _CHECK_S = 0.02  # minimum time between checks of all hosts
-_CLOSE_S = 6.0  # for the local agent to clean up
+_CLOSE_S = 6.0  # time for the local agent to clean up
 
 OnExit = Callable[[int, int, float], None]
 """Called with a program's pid, exit code (or -signal), and exit time (seconds since the epoch)."""
 
 
 class RankLink:
-    """A rank's wrapper, reached through its host's agent.
+    """The connection to a rank's wrapper, through the agent on its host.
 
     Args:
-        remote: The host.
-        number: The agent's number for the connection.
+        remote: The host's agent.
+        number: The number by which the agent identifies the wrapper's connection.
     """
 
     def __init__(self, remote: Remote, number: int) -> None:
@@ -42,23 +44,23 @@ class RankLink:
 
 @dataclass(frozen=True)
 class Handlers:
-    """Functions that handle the agents' reports for a job. The job's own loop makes all calls.
+    """Callbacks for the agents' reports to a job. All are called from the job's event loop.
 
     Attributes:
         on_ready: Called when every agent is ready or has reported a problem.
-        on_note: Called with a detail for --verbose.
-        on_output: Called with output of mpiexec or one of its daemons.
-        on_file: Called with a name, data, and True if they are the last: part of a file that a rank has left
-            in the job's directory on its host.
-        on_rank_message: Called with a wrapper's report.
-        on_rank_output: Called with output on stdout (0) or stderr (1) of the rank behind the link. Empty data
-            mean that the rank has closed it.
-        on_rank_closed: Called when a wrapper's connection has ended.
-        on_host_failed: Called with a host and a message when the host is lost (True), or when a program of
-            the job there that is not a rank was killed (False).
-        on_silence: Called with a host and a text when it has been silent for a while, or answers again.
-        on_clean: Called when the agent on this host (True), or every agent on other hosts (False), has
-            cleaned up or is lost.
+        on_note: Called with a detail to show if --verbose is set.
+        on_output: Called with output from mpiexec or one of its daemons.
+        on_file: Called with part of a file that a rank wrote to the job's directory on another host: the
+            file's name, the data, and True if this is the last part.
+        on_rank_message: Called with a message from a wrapper.
+        on_rank_output: Called with a rank's output on stdout (0) or stderr (1). Empty data mean that the rank
+            has closed the stream.
+        on_rank_closed: Called when the connection to a wrapper has closed.
+        on_host_failed: Called with a host and a message. The flag is True if the host is lost, and False if
+            a program that the job started there, other than a rank, was killed.
+        on_silence: Called with a host and a message when the host falls silent or answers again.
+        on_clean: Called when the agent on this host (True) or all agents on other hosts (False) have cleaned
+            up or are lost.
         on_local_lost: Called with the reason when the agent on this host has exited.
     """
 
@@ -76,14 +78,14 @@ class Handlers:
 
 
 class Agents:
-    """All agents of a job.
+    """All agents that serve a job.
 
     Args:
         local: This host's agent. This object takes ownership.
         remotes: The other hosts' agents. This object takes ownership.
         selector: The job's event loop.
-        handlers: Handle their reports.
-        heartbeat_timeout: Seconds without a message after which another host counts as lost.
+        handlers: Callbacks for the agents' reports.
+        heartbeat_timeout: Seconds without a message after which another host is considered lost.
 
     Attributes:
         heard: Time (``time.monotonic()``) of the last message from any agent.
@@ -105,12 +107,12 @@ class Agents:
             selector.register(fd, selectors.EVENT_READ, lambda agent=agent: self._read(agent))
 
     def begin(self, local: Mapping[str, Any], remote: Mapping[str, Any], files: Mapping[str, bytes]) -> None:
-        """Send the job's description, and files for its directories.
+        """Send the job's description to all agents, with files to store in the job's directories.
 
         Args:
             local: The message "job" for this host, without its timeout.
             remote: The message "job" for the other hosts, without its timeout.
-            files: Contents by name.
+            files: Contents of the files by name.
         """
         for agent in self._all.values():
             agent.heard = time.monotonic()
@@ -126,11 +128,11 @@ class Agents:
 
     @property
     def problems(self) -> dict[str, str]:
-        """Problems by host."""
+        """Problems reported by agents during preparation, by host."""
         return {host: agent.problem for host, agent in self._all.items() if agent.problem}
 
     def doing(self, host: str, connected: int) -> str:
-        """Describe a host's progress. ``connected`` of its ranks have connected; not all have started."""
+        """Describe how far a host's start has come. ``connected`` of its ranks have connected so far."""
         agent = self._all[host]
         silent = not agent.local and time.monotonic() - agent.heard > _LATE_S
         state = "nothing has been started there yet" if agent.ready else "it has no directory for the job yet"
@@ -146,12 +148,12 @@ class Agents:
 
     @property
     def pending(self) -> bool:
-        """True if any host has been silent for a while, but not long enough to count as lost."""
+        """True if any host has been silent for a while, but not long enough to be considered lost."""
         now = time.monotonic()
         return any(agent.there and now - agent.heard > _LATE_S for agent in self._remotes)
 
     def port(self, host: str) -> int:
-        """Return a port that a host's agent keeps free."""
+        """Return a port that a host's agent has reserved."""
         return self._all[host].port
 
     def put(self, name: str, text: str, mode: int = 0o600) -> None:
@@ -159,11 +161,11 @@ class Agents:
         self._local.frames.send({"put": name, "mode": mode}, text.encode())
 
     def spawn(self, host: str | None, on_exit: OnExit, **program: Any) -> bool:
-        """Start a program. Returns False if the host has no agent.
+        """Start a program through an agent. Returns False if the host has no agent.
 
         Args:
-            host: Host to start it on, None for this host.
-            on_exit: Called when it has exited.
+            host: Host on which to start the program, None for this host.
+            on_exit: Called when the program has exited.
             program: Keyword arguments for ``Programs.spawn()``.
         """
         agent = self._all.get(host) if host else self._local
@@ -188,7 +190,7 @@ class Agents:
         self._local.frames.send({"clean": True, "failed": failed, "results": False})
 
     def give_up_remotes(self) -> None:
-        """Treat other hosts that still do not answer as lost."""
+        """Declare all other hosts that still do not answer lost."""
         for agent in self._remotes:
             agent.lost = agent.lost or not agent.clean
 
@@ -197,13 +199,13 @@ class Agents:
         self._local.kill()
 
     def close(self) -> None:
-        """Close all connections, which ends all agents that still run."""
+        """Close all connections. Any agents that are still running then exit."""
         for agent in self._all.values():
             for descriptor in (agent.frames.read_fd, agent.frames.write_fd):
                 watch(self._selector, descriptor, 0, None)
             if agent.lost and not agent.local:
                 agent.kill()
-        self._local.close(_CLOSE_S)  # first, because it also holds the others' connections
+        self._local.close(_CLOSE_S)  # first, because it has inherited the other connections
         close_all(self._remotes)
         for lock in {agent.frames.shared[0] for agent in self._remotes if agent.frames.shared}:
             os.close(lock)
@@ -211,16 +213,19 @@ class Agents:
     # --- heartbeats ----------------------------------------------------------------------------
 
     def check(self, failed: bool) -> float | None:
-        """Find lost hosts and send pending data. Returns the seconds until the next check, None for never.
+        """Detect lost hosts and send pending data.
 
         Args:
-            failed: True if the job has failed. A silent host may be why, so the wait for it is shorter.
+            failed: True if the job has failed. A silent host may be the cause, so the timeout is shorter.
+
+        Returns:
+            Seconds until the next check is due, or None if no further check is needed.
         """
         now, timeout = time.monotonic(), self._heartbeat_timeout
         if self._remotes and now < self._check_at:
             return self._check_at - now
         self._check_at = now + _CHECK_S
-        if now - self._checked > _SLEPT_S:  # this process or its machine was stopped and has heard nothing
+        if now - self._checked > _SLEPT_S:  # this process was suspended and has read nothing
             for agent in self._remotes:
                 agent.heard = now
         self._checked = now
@@ -246,14 +251,14 @@ class Agents:
         return _PING_S if self._remotes else None
 
     def _send_on(self, agent: Remote) -> None:
-        """Send pending data to this host, and let the loop send the rest once the pipe accepts more."""
+        """Send pending data to the local agent. The event loop sends the rest when the pipe is writable."""
         frames = agent.frames
         waits = agent.there and frames.unsent and frames.flush() and frames.unsent
         action = (lambda: self._send_on(agent)) if waits else None
         watch(self._selector, frames.write_fd, selectors.EVENT_WRITE, action)
 
     def _silent(self, agent: Remote) -> bool:
-        """Return True if the connection holds no unread data. Otherwise this process itself was late."""
+        """Return True if the connection has no unread data. Otherwise only this process is late."""
         with selectors.DefaultSelector() as selector:
             selector.register(agent.frames.read_fd, selectors.EVENT_READ)
             return not selector.select(0)

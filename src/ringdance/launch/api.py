@@ -1,4 +1,4 @@
-"""``ringdance.run``: call a function on several ranks and get their results."""
+"""``ringdance.run``: call a function on several ranks and return their results."""
 
 from __future__ import annotations
 
@@ -37,22 +37,24 @@ def run(
 
     Args:
         fn: Any function that cloudpickle can transfer, including a lambda or one defined in a notebook.
-        args: Its positional arguments, the same on all ranks.
-        kwargs: Its keyword arguments.
+        args: Positional arguments for ``fn``, the same on all ranks.
+        kwargs: Keyword arguments for ``fn``.
         np: Number of ranks.
-        hosts: Hosts and slots: ``"h1:4,h2:4"``. Default: a scheduler's allocation, or else this machine.
-        env: Variables to set for the ranks.
+        hosts: Hosts and slots, such as ``"h1:4,h2:4"``. Default: the scheduler's allocation, if there is one,
+            otherwise this machine.
+        env: Environment variables to set for the ranks.
         output_filename: Directory for each rank's output, like ``ringdance run --output-filename``.
-        prefix: If True, output lines start with their rank.
-        start_timeout: Seconds for all ranks to start.
-        grace: Seconds that ranks have to exit after Ctrl-C or SIGTERM. A second Ctrl-C ends them at once.
-        verbose: If True, show steps.
+        prefix: If True, prefix each output line with its rank.
+        start_timeout: Seconds within which all ranks must start.
+        grace: Seconds that ranks have to exit after Ctrl-C or SIGTERM. A second Ctrl-C ends them immediately.
+        verbose: If True, show the steps of the launch.
 
     Returns:
-        What ``fn`` returned, by rank.
+        The return values of ``fn`` in rank order.
 
     Raises:
-        LaunchError: The ranks could not be started, or one failed. Includes the first failure's traceback.
+        LaunchError: The ranks could not be started, or a rank failed. The message includes the traceback of
+            the first failure.
     """
     spec = JobSpec(
         command_of_call(),
@@ -70,17 +72,17 @@ def run(
 
 
 def command_of_call(executable: str | None = None) -> list[str]:
-    """Return the command of a job for ``call()``. ``executable`` is its Python, this one by default."""
+    """Return the command that ranks run for ``call()``. ``executable`` defaults to this interpreter."""
     return [executable or sys.executable, "-m", "ringdance.launch.call"]
 
 
 def call(
     spec: JobSpec, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
 ) -> list[Any]:
-    """Call ``fn(*args, **kwargs)`` on the ranks of ``spec``. Return their results by rank.
+    """Call ``fn(*args, **kwargs)`` on the ranks that ``spec`` defines. Return the results in rank order.
 
     Raises:
-        LaunchError: The ranks could not be started, or one failed, as for ``run()``.
+        LaunchError: The ranks could not be started, or a rank failed, as in ``run()``.
     """
     prepared = prepare(spec)
     plan = prepared.plan
@@ -109,7 +111,7 @@ def _pack(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 
 
 def _sink(name: str) -> Sink:
-    """Write to the current ``sys.stdout`` or ``sys.stderr``, which a notebook or a test may have replaced."""
+    """Return a sink for the current ``sys.stdout`` or ``sys.stderr``, which notebooks and tests replace."""
 
     def write(data: bytes) -> None:
         stream = getattr(sys, name)

@@ -1,7 +1,7 @@
-"""Execute a call in a rank of ``ringdance.run``: ``python -m ringdance.launch.call``.
+"""Run the function passed to ``ringdance.run`` on a rank: ``python -m ringdance.launch.call``.
 
-The job's directory on this host holds ``call.pkl``: the caller's ``sys.path``, and the function with its
-arguments. The result goes to ``result.<rank>.pkl``. An exception ends the interpreter as in any script.
+``call.pkl`` in the job's directory on this host contains the caller's ``sys.path`` and the function with its
+arguments. The result is written to ``result.<rank>.pkl``. An exception ends the interpreter as in any script.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from ringdance.host.agent.rank import DIRECTORY
 
 
 def main() -> None:
-    """Run the call in the job's directory and store its result there."""
+    """Load the call from the job's directory, run it, and store its result there."""
     import cloudpickle
 
     directory = os.environ[DIRECTORY]
     with open(os.path.join(directory, "call.pkl"), "rb") as file:
         path, call = pickle.load(file)
-    # A function from an importable module is sent by name, so this rank must find what the caller can import.
+    # A function from an importable module is pickled by name, so this rank must be able to import whatever
+    # the caller can.
     sys.path[:] = path + [entry for entry in sys.path if entry not in path]
     function, args, kwargs = pickle.loads(call)
     result = function(*args, **kwargs)

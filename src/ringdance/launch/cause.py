@@ -1,4 +1,4 @@
-"""Why a job failed: the first failure, as opposed to those that follow from it."""
+"""Find out why a job failed: tell the first failure from those that follow from it."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ MARK = CAUSE_MARK.encode()
 OUTCOME_FILE = "ringdance-outcome.json"
 """File in the output directory of a job that has ended. See ``write_outcome()``."""
 
-# Errors with which a rank reports the end of another. Never the first failure if there is another.
+# Errors by which a rank reports that another rank failed. Never the first failure if there is any other.
 OF_OTHERS = ("RankLostError", "ShutDownError", "StallError", "DeadlockError")
-# Among all threads that Python's faulthandler lists, the one that received the signal.
+# The thread that received the signal, in the list of all threads printed by Python's faulthandler.
 _CRASHED_THREAD = re.compile(r"^Current thread .*?(?=\n\s*\n|\Z)", re.MULTILINE | re.DOTALL)
 _LONGEST_LINE = 300
 _LOST_PEER = "MPI_ERR_PROC_FAILED"  # raised by mpi4py when a peer has died
@@ -35,19 +35,19 @@ _LATE_S = 0.5  # peers may notice that a rank has exited before its wrapper does
 
 @dataclass(frozen=True)
 class Cause:
-    """A failure.
+    """A failure that may be why the job failed.
 
     Attributes:
-        rank: The failed rank, or None if it was not a rank (mpiexec, an agent).
-        host: Name of its machine.
-        pid: Its process ID.
-        time: Seconds since the epoch.
-        kind: "exception", "exit" (ended early), "code", "peer" (by the MPI library), "signal", "ended" (by
-            mpiexec), "early", "vanished", "launcher", "daemon" (mpiexec's on another host exited), or, about
-            another rank's failure, "lost", "stall".
-        message: One line.
-        traceback: Several lines, or "".
-        code: The job's exit code, for kind "launcher".
+        rank: The failed rank, or None if mpiexec, an agent or the launcher failed.
+        host: Name of the failed process's machine.
+        pid: ID of the failed process.
+        time: Time of the failure in seconds since the epoch.
+        kind: "exception", "exit" (ended early), "code", "peer" (ended by the MPI library), "signal", "ended"
+            (by mpiexec), "early", "vanished", "launcher", or "daemon" (mpiexec's daemon on another host
+            exited). If the cause reports another rank's failure: "lost" or "stall".
+        message: Description in one line.
+        traceback: Traceback, or "".
+        code: Exit code for the job, if the kind is "launcher".
     """
 
     rank: int | None
@@ -60,22 +60,22 @@ class Cause:
     code: int = 1
 
     def same(self, other: Cause) -> bool:
-        """Return True if both ranks failed with the same error."""
+        """Return True if the rank of ``other`` failed with the same error."""
         return _RECORD.sub("", self.message) == _RECORD.sub("", other.message)
 
     @property
     def follows(self) -> bool:
-        """True if it reports another rank's failure."""
+        """True if the cause reports another rank's failure."""
         error = self.message.partition(":")[0].rpartition(".")[2]
         return self.kind in ("lost", "stall") or error in OF_OTHERS or _LOST_PEER in self.message
 
     @property
     def of_an_end(self) -> bool:
-        """True if it reports that another rank has exited."""
+        """True if the cause reports that another rank has exited."""
         return self.follows and ("RankLostError" in self.message or _LOST_PEER in self.message)
 
     def names(self, ended: Ended) -> bool:
-        """Return True if it reports that this rank has exited."""
+        """Return True if the cause reports that the rank in ``ended`` has exited."""
         who = f"rank {ended.rank} on host {ended.host} (pid {ended.pid})"  # transport.base.Identity
         return self.of_an_end and who in self.message.partition(" died while ")[0]
 
@@ -86,13 +86,13 @@ class Ended:
 
     Attributes:
         rank, host, pid: Identity of the rank.
-        code: Exit code, -signal, or None if its wrapper vanished without a report.
-        time: Seconds since the epoch.
-        last_words: The last traceback on its stderr, or "".
-        last_line: The last line on its stderr, or "".
-        by_launcher: True if it exited after the launcher had started to end the job.
-        by_mpiexec: True if it exited after mpiexec had ended its wrapper.
-        why: What its host shows about a signal's reason, or "".
+        code: Exit code, the negative signal number, or None if the wrapper vanished without a report.
+        time: Time of the end in seconds since the epoch.
+        last_words: Last traceback that the rank wrote to stderr, or "".
+        last_line: Last line that the rank wrote to stderr, or "".
+        by_launcher: True if the rank exited after the launcher had started to end the job.
+        by_mpiexec: True if the rank exited after mpiexec had ended its wrapper.
+        why: Evidence on the host for why the rank received a signal, or "".
     """
 
     rank: int
@@ -108,11 +108,11 @@ class Ended:
 
     @property
     def failed(self) -> bool:
-        """True if it did not complete. A rank whose wrapper mpiexec killed has failed, whatever its code."""
+        """True unless the rank completed. A rank whose wrapper was killed by mpiexec has always failed."""
         return self.code != 0 or self.by_mpiexec
 
     def cause(self, kind: str, message: str, traceback: str = "") -> Cause:
-        """Build the cause for this end. See ``Cause`` for the arguments."""
+        """Build the cause that reports this end. See ``Cause`` for the arguments."""
         return Cause(self.rank, self.host, self.pid, self.time, kind, message, traceback)
 
 
@@ -126,12 +126,12 @@ class Verdict:
 
     @property
     def follows(self) -> bool:
-        """True if the cause is the end of something else, whose own cause may still be reported."""
+        """True if the cause follows from another failure, which may still be reported."""
         return self.cause.kind in ("ended", "peer", "early") or self.cause.of_an_end
 
 
 def parse_mark(line: bytes) -> Cause | None:
-    """Return the cause in a marked line, or None if it holds none and is therefore ordinary text."""
+    """Parse the cause in a marked line. Returns None if the line is ordinary text."""
     try:
         return Cause(**json.loads(line.partition(MARK)[2]))
     except (ValueError, TypeError):
@@ -139,7 +139,7 @@ def parse_mark(line: bytes) -> Cause | None:
 
 
 def exit_code(code: int | None) -> int:
-    """Return the code as a shell would: 128 + signal. A process that vanished counts as killed."""
+    """Return the exit code in the shell's convention, 128 + signal. A vanished process counts as killed."""
     if code is None:
         return 128 + signal.SIGKILL
     return code if code >= 0 else 128 - code
@@ -154,7 +154,7 @@ def signal_name(number: int) -> str:
 
 
 def of_end(ended: Ended) -> Cause | None:
-    """Return the failure that a rank's end amounts to, or None."""
+    """Return the failure indicated by how a rank ended, or None if the rank completed."""
     if not ended.failed:
         return None
     last, traceback = ended.last_words.splitlines(), ended.last_words
@@ -179,7 +179,7 @@ def of_end(ended: Ended) -> Cause | None:
 
 
 def _reason(ended: Ended) -> str:
-    """Return what ``sys.exit("reason")``, argparse and others write to stderr before they exit."""
+    """Return the reason that ``sys.exit("reason")``, argparse and others write to stderr on exit."""
     line = ended.last_line
     return f"; its last line on stderr: {line[:_LONGEST_LINE]}" if line else ""
 
@@ -193,10 +193,10 @@ def judge(
     """Find the first failure.
 
     Args:
-        marks: Causes from marked lines of ranks.
-        ended: How ranks ended, by rank. Ranks that are still running are missing.
+        marks: Causes parsed from marked lines in the ranks' output.
+        ended: How ranks ended, by rank. Does not contain ranks that are still running.
         outside: Failures of mpiexec, agents or the launcher.
-        mpiexec: Its exit code if it has exited. Used if no rank has an exit code of its own.
+        mpiexec: Exit code of mpiexec if it has exited. Used if no rank has an exit code of its own.
 
     Returns:
         None if nothing failed.
@@ -215,15 +215,15 @@ def judge(
         if kind in ("code", "exit") and (end.code or 0) > 0 and not end.by_mpiexec:
             waited = " while other ranks waited for it" if kind == "exit" else ""
             causes[rank] = replace(causes[rank], message=f"exited with code {end.code}{waited}{_reason(end)}")
-    if not causes and all(cause.kind == "daemon" for cause in outside):  # it exited after all ranks completed
+    if not causes and all(cause.kind == "daemon" for cause in outside):  # exited after all ranks completed
         return None
     candidates = [*causes.values(), *outside, *_early(causes, ended)]
     first = min(candidates, key=lambda cause: (_weight(cause), cause.time))
     if first.kind == "exception" and first.rank is not None:
-        # If all ranks raise an error, the first to report it is random. Prefer the lowest rank, often rank 0.
+        # If all ranks raise the same error, it is random which one reports it first. Prefer the lowest rank.
         alike = [own for own in causes.values() if own.same(first) and own.time - first.time < _LATE_S]
         first = min(alike, key=lambda cause: cause.rank or 0)
-    # About a rank that the launcher has ended, other ranks report that it died and guess why.
+    # If the launcher ended a rank, other ranks only report that it died, with a guess at the reason.
     late = [end for end in ended.values() if end.by_launcher]
     rest = [cause for cause in causes.values() if cause is not first and not any(map(cause.names, late))]
     others = sorted(rest, key=lambda cause: cause.time)
@@ -234,14 +234,14 @@ def judge(
 
 
 def _weight(cause: Cause) -> int:
-    """Return a weight for ordering causes: the smaller, the likelier the first failure. Then time decides."""
-    # Ranks that lose mpiexec may fail before its own end is reported, and all wrappers vanish with it.
+    """Return a sort key. The cause with the lowest is likeliest to be the first failure. Time breaks ties."""
+    # If mpiexec dies, ranks may fail before its end is reported, and all wrappers vanish with it.
     of_kind = {"launcher": -1, "vanished": 1, "early": 2, "ended": 3, "peer": 3}
     return of_kind.get(cause.kind, 4 if cause.follows else 0)
 
 
 def _early(found: Mapping[int, Cause], ended: Mapping[int, Ended]) -> list[Cause]:
-    """Return ranks that exited with 0 before others failed, if nothing explains that failure better."""
+    """Return causes for ranks that exited with code 0 and may thereby have made other ranks fail."""
     if not found:
         return []
     until = min(cause.time for cause in found.values())
@@ -255,7 +255,7 @@ def _early(found: Mapping[int, Cause], ended: Mapping[int, Ended]) -> list[Cause
 
 
 def _code(first: Cause, ended: Mapping[int, Ended], others: Sequence[Cause]) -> int:
-    """Return the exit code of the first failed rank that has a code of its own, or 0."""
+    """Return the exit code of the first failed rank that chose its own, 0 if there is none."""
     if first.rank is None or first.kind == "early":
         return first.code
     for cause in (first, *others):
@@ -266,7 +266,7 @@ def _code(first: Cause, ended: Mapping[int, Ended], others: Sequence[Cause]) -> 
 
 
 def write_outcome(outcome: Verdict | int, directory: str) -> None:
-    """Write how a job ended to its output directory, if possible: code, time, and the cause or None."""
+    """Write a job's outcome to its output directory: exit code, time, and the cause or None. Never raises."""
     cause = asdict(outcome.cause) if isinstance(outcome, Verdict) else None
     code = outcome.code if isinstance(outcome, Verdict) else outcome
     with contextlib.suppress(OSError), open(os.path.join(directory, OUTCOME_FILE), "w") as file:
@@ -277,7 +277,7 @@ _WIDTH, _LONG = 78, 300
 
 
 def render(verdict: Verdict, ranks: int, directory: str = "") -> str:
-    """Render the frame that ends a failed job's output. ``directory`` is where the ranks' log files are."""
+    """Render the box that ends a failed job's output. ``directory`` contains the ranks' log files."""
     cause = verdict.cause
     lines = [" ringdance: the job failed ".center(_WIDTH, "=")]
     if cause.rank is None:

@@ -97,8 +97,8 @@ def main(argv: Sequence[str], check: Check | None = None) -> int:
     """Run ``ringdance run`` and return its exit code.
 
     Args:
-        argv: The words of the command line, without the program and ``run``.
-        check: Examines several hosts before anything starts there.
+        argv: Command-line arguments after ``run``.
+        check: Checks the hosts before anything starts, if there are several.
     """
 
     def action() -> int:
@@ -111,14 +111,14 @@ def main(argv: Sequence[str], check: Check | None = None) -> int:
 def run(
     spec: JobSpec, arguments: argparse.Namespace, log: Log, check: Check | None = None, show_map: bool = False
 ) -> int:
-    """Run a job as the options of ``ringdance run`` define it, and return the exit code.
+    """Run a job according to the options of ``ringdance run``, and return the exit code.
 
     Args:
         spec: The job.
         arguments: Options parsed by ``parser()``.
-        log: Shows a line to the user.
-        check: Examines several hosts before anything starts there.
-        show_map: If True, show where the ranks go.
+        log: Called with each line to show to the user.
+        check: Checks the hosts before anything starts, if there are several.
+        show_map: If True, show on which host each rank will run.
     """
 
     def checked(prepared: PreparedJob, log: Log) -> None:
@@ -126,14 +126,14 @@ def run(
             check(prepared, log)
 
     if arguments.detach and not arguments.dry_run:
-        # Without colors, because a detached job's output does not go to this terminal.
+        # No colors: a detached job writes to its log, not to this terminal.
         return start_detached(replace(spec, colour=False), checked, log)
     prepared = prepare(spec, log)
     if arguments.dry_run:
         prepared.close()
         print(prepared.plan.describe(os.environ))
         return 0
-    if show_map:  # without the values of variables, which do not belong in a log
+    if show_map:  # values of variables are omitted, because they do not belong in a log
         print(prepared.plan.describe().partition("\nenvironment:")[0], file=sys.stderr)
     checked(prepared, log)
     return run_in_terminal(prepared)
@@ -150,7 +150,7 @@ def _style(arguments: argparse.Namespace) -> Style | None:
 
 
 def _exports_of_options(arguments: argparse.Namespace) -> dict[str, str]:
-    """Return the settings that the options stand for."""
+    """Return the settings, as environment variables, that the options set."""
     if arguments.autotune_log_file and not arguments.autotune:
         raise LaunchError("--autotune-log-file: nothing is tuned without --autotune. Add --autotune")
     if arguments.autotune_log_file.endswith(".json"):
@@ -168,7 +168,7 @@ def _exports_of_options(arguments: argparse.Namespace) -> dict[str, str]:
 
 
 def refuse_within_a_rank() -> None:
-    """Raise LaunchError in a rank of several, because each would start a job of its own."""
+    """Raise LaunchError in a rank of a larger job, because every rank would start a separate job."""
     rank, size = (os.environ.get(f"RINGDANCE_{name}", "") for name in ("RANK", "SIZE"))
     if "RINGDANCE_JOB" in os.environ and size not in ("", "1"):
         raise LaunchError(
@@ -181,7 +181,7 @@ def spec_of(arguments: argparse.Namespace) -> JobSpec:
     """Build the job that the options of ``ringdance run`` describe.
 
     Raises:
-        LaunchError: A value is wrong, or the command cannot be run.
+        LaunchError: The value of an option is invalid, or the command cannot be run.
     """
     refuse_within_a_rank()
     refuse_launcher(arguments.command)

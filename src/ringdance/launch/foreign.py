@@ -1,4 +1,4 @@
-"""What to use instead of the options of torchrun, mpirun, srun and Horovod."""
+"""Suggested replacements for options that belong to torchrun, mpirun, srun or Horovod."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ _ROWS = (
 
 
 def answer(name: str, known: Container[str]) -> str:
-    """Return what to write instead of another launcher's option, "" without a suggestion.
+    """Return a suggestion for replacing another launcher's option, "" if there is none.
 
     Args:
-        name: Name of the option, without its leading dashes, and with "-" for "_".
-        known: Options of the command.
+        name: Name of the option without leading dashes, and with "_" replaced by "-".
+        known: Options that the command accepts.
     """
     fitting = (text for names, needed, text in _ROWS if needed in known and name in names.split())
     return next(fitting, "")

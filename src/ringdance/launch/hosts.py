@@ -20,17 +20,17 @@ class HostFacts:
     """Facts about a host.
 
     Attributes:
-        name: The name that it gives itself.
-        identity: Identity of the machine, whatever its names.
-        python, executable: Version and path of the interpreter.
-        version: Version of ringdance.
+        name: The host's own name for itself.
+        identity: Identifier of the machine, independent of its names.
+        python, executable: Version and path of the Python interpreter.
+        version: Version of Ringdance.
         cores: Number of cores that the user's processes may use.
-        devices: Names of its GPUs.
-        visible_devices: CUDA_VISIBLE_DEVICES there, None if it is not set.
-        networks: Interface, IPv4 or IPv6 address, and prefix length of each.
-        reached: Address at which it was reached, or "".
-        infiniband: True if it has InfiniBand devices.
-        shared_memory: Free bytes of its /dev/shm, -1 if it has none or this is unknown.
+        devices: Names of the host's GPUs.
+        visible_devices: Value of CUDA_VISIBLE_DEVICES on the host, None if unset.
+        networks: Interface, IPv4 or IPv6 address, and prefix length for each network.
+        reached: Address at which the host was reached, or "".
+        infiniband: True if the host has InfiniBand devices.
+        shared_memory: Free bytes in /dev/shm, -1 if unknown or without /dev/shm.
     """
 
     name: str = ""
@@ -48,7 +48,7 @@ class HostFacts:
 
     @property
     def visible(self) -> Sequence[str]:
-        """GPUs that processes there see. CUDA ignores everything after an invalid entry of the variable."""
+        """GPUs that are visible to processes. As in CUDA, an invalid entry hides all entries after it."""
         if self.visible_devices is None:
             return self.devices
         known = ("GPU-", "MIG-", *map(str, range(len(self.devices))))
@@ -57,22 +57,22 @@ class HostFacts:
 
 
 def facts_from(found: Mapping[str, Any]) -> HostFacts:
-    """Build the facts from an agent's message or ``machine.facts()``. Unknown facts keep their defaults."""
+    """Build the facts from an agent's message or ``machine.facts()``. Missing facts keep their defaults."""
     return HostFacts(**{entry.name: found[entry.name] for entry in fields(HostFacts) if entry.name in found})
 
 
 @dataclass(frozen=True)
 class Host:
-    """A machine and the ranks on it.
+    """A machine and the ranks placed on it.
 
     Attributes:
-        name: The name that the user gave.
+        name: Name by which the user refers to the host.
         slots: Maximum number of ranks.
         ranks: Global ranks, in order of local rank.
-        local: True if it is this machine.
-        cores: Number of cores that its ranks may use, None if unknown.
-        devices: Names of the GPUs that its ranks see.
-        interfaces: Its network interfaces in the networks that all hosts share.
+        local: True if the host is this machine.
+        cores: Number of cores that the ranks may use, None if unknown.
+        devices: Names of the GPUs that are visible to the ranks.
+        interfaces: Network interfaces in the networks that all hosts share.
     """
 
     name: str
@@ -85,13 +85,13 @@ class Host:
 
 
 def several(names: Sequence[str], most: int = 5) -> str:
-    """Join names with commas. For many, give the first ``most`` and the number of the others."""
+    """Join names with commas. List only the first ``most`` names, followed by how many were omitted."""
     rest = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + rest
 
 
 def spans(numbers: Sequence[int]) -> str:
-    """Return ``0-3,5`` for 0, 1, 2, 3, 5."""
+    """Format numbers as ranges: ``0-3,5`` for 0, 1, 2, 3, 5."""
     groups: list[list[int]] = []
     for number in sorted(numbers):
         if groups and number == groups[-1][1] + 1:
@@ -126,7 +126,7 @@ def assign_ranks(ranks: int, hosts: HostList) -> tuple[Host, ...]:
 
 
 def rank_numbers(hosts: Sequence[Host]) -> list[dict[str, int]]:
-    """Return each rank's numbers. A cross rank counts the hosts that have the same local rank."""
+    """Return each rank's numbers. Cross ranks number the ranks that have the same local rank."""
     columns = Counter(local_rank for host in hosts for local_rank, _ in enumerate(host.ranks))
     size, before, places = columns.total(), Counter[int](), []
     for host in hosts:
@@ -138,18 +138,18 @@ def rank_numbers(hosts: Sequence[Host]) -> list[dict[str, int]]:
 
 
 def same_interfaces(hosts: Sequence[Host]) -> tuple[str, ...]:
-    """Return the interfaces' names if they are the same on all hosts, otherwise nothing."""
+    """Return the names of the interfaces if they are the same on all hosts, otherwise an empty tuple."""
     names = {host.interfaces for host in hosts}
     return names.pop() if len(names) == 1 else ()
 
 
 @dataclass(frozen=True)
 class Networks:
-    """Networks between several hosts.
+    """The networks that connect several hosts.
 
     Attributes:
         include: Networks ("10.0.0.0/24") or interfaces to use. Empty means all.
-        exclude: Networks to avoid while using all others.
+        exclude: Networks to avoid. All others may be used.
         interfaces: Names of the interfaces on each host.
     """
 
@@ -159,19 +159,19 @@ class Networks:
 
     @property
     def ipv6(self) -> bool:
-        """True if they are IPv6 networks."""
+        """True if the networks to use are IPv6 networks."""
         return any(":" in net for net in self.include)
 
 
 def shared_networks(facts: Mapping[str, HostFacts], wanted: Collection[str] = ()) -> Networks:
-    """Choose the networks that all hosts share. IPv6 networks are used only without IPv4 ones.
+    """Choose the networks that all hosts share. IPv6 is used only if the hosts share no IPv4 network.
 
     Args:
-        facts: Facts about each host with ranks, by name.
-        wanted: Names of the interfaces to use, if the user gave any.
+        facts: Facts about each host with ranks, by host name.
+        wanted: Names of the interfaces that the user selected, if any.
 
     Raises:
-        LaunchError: A host has none of the wanted interfaces.
+        LaunchError: A host has none of the selected interfaces.
     """
     if wanted:
         here = {}
@@ -186,8 +186,8 @@ def shared_networks(facts: Mapping[str, HostFacts], wanted: Collection[str] = ()
         return Networks(tuple(sorted(wanted)), (), here)
     nets = {name: addresses(host) for name, host in facts.items()}
     everywhere = set.intersection(*map(set, nets.values())) if nets else set()
-    # The same address on two hosts belongs to a bridge inside each host (docker0), which leads nowhere. If a
-    # host has no other address, however, the hosts share more than a network.
+    # If two hosts have the same address, it belongs to a bridge inside each host (docker0) and cannot be used
+    # to reach another host. But if a host has no other address, the hosts presumably share a network stack.
     every = set().union(*map(set, nets.values()))
     inner = {net for net in every if _repeats([own.get(net) for own in nets.values()])}
     if any(own.keys() <= inner for own in nets.values()):
@@ -210,7 +210,7 @@ def shared_networks(facts: Mapping[str, HostFacts], wanted: Collection[str] = ()
 
 
 def addresses(facts: HostFacts) -> dict[str, tuple[str, str]]:
-    """Return interface and address by network. Prefers the address at which the host was reached."""
+    """Return the interface and address in each network. Prefers the address at which the host was reached."""
     by_net: dict[str, tuple[str, str]] = {}
     for interface, address, bits in facts.networks:
         net = str(ipaddress.ip_interface(f"{address}/{bits}").network)

@@ -1,4 +1,4 @@
-"""Run a job from the launcher: its directories, the agent on this host, and what is left at the end."""
+"""Run a job from the launcher: create its directories, start the local agent, and clean up at the end."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from ringdance.launch.running import RunningJob
 
 
 class Job:
-    """Run a prepared job once.
+    """A job to be run once.
 
     Args:
-        prepared: What to start, and the agents on other hosts, which end with the job.
+        prepared: The job's plan and the agents on other hosts, which end with the job.
         screen: Destination of the ranks' output.
-        id: The job's ID, 32 hexadecimal digits. A new one by default.
-        stdin: File descriptor of rank 0's input, if it runs on this host; -1 for none.
-        files: Contents, by name, of files for the ranks in the job's directory on every host (call.py).
-        results: Receives the ranks' ``result.*.pkl`` from there if all complete. None if not needed.
+        id: Job ID, 32 hexadecimal digits. Default: a new ID.
+        stdin: File descriptor for rank 0's standard input if rank 0 runs on this host, -1 for none.
+        files: Files to create in the job's directory on every host: contents by name (see call.py).
+        results: Receives the ranks' ``result.*.pkl`` files if all ranks complete. None if not needed.
 
     Raises (also from ``run()``):
         LaunchError: The job could not be started at all, or the output directory cannot be created.
@@ -54,7 +54,7 @@ class Job:
         self._signals = Signals()
 
     def run(self) -> Verdict | int:
-        """Run to the end. Return 0, 128 + the signal that stopped the launcher, or why the job failed."""
+        """Run the job to its end. Returns 0, 128 + the signal that stopped the job, or why it failed."""
         plan, remotes = self._prepared.plan, self._prepared.remotes
         running: RunningJob | None = None
         try:
@@ -84,7 +84,7 @@ class Job:
             self._signals.restore()
 
     def _clean(self, directory: str, pids: list[int]) -> None:
-        """Clean up this host, because its agent has not. ``pids`` are its ranks."""
+        """Clean up this host if its agent has not done so. ``pids`` are the process IDs of its ranks."""
         shared = host_shared(self.id)
         cleanup = Cleanup(self.id, [directory, *([shared] if shared else [])], self._began)
         for pid in pids:

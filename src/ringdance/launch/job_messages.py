@@ -1,4 +1,4 @@
-"""Build the message "job" for agent/main.py, with everything that agents need to prepare a job."""
+"""Build the "job" message to agent/main.py, which contains everything an agent needs to prepare a job."""
 
 from __future__ import annotations
 
@@ -48,11 +48,12 @@ def job_messages(
     Args:
         plan: The job's plan.
         place: Its ID and directory.
-        needed: Files that other hosts must have.
-        output_directory: Receives files from other hosts at the end. "" for none.
+        needed: Files that must exist on the other hosts.
+        output_directory: Directory for files that other hosts send at the end. "" for none.
     """
     common: dict[str, Any] = {"job": place.id, "bases": place.bases, "environ": {}, "needed": []}
-    # Hydra's daemons change to mpiexec's directory, which may not exist elsewhere. Ranks change to their own.
+    # Hydra's daemons change to mpiexec's working directory, which may not exist on other hosts. The ranks
+    # change to their own directory.
     local = {**common, "launcher": None, "cwd": "/" if plan.paths_differ else os.getcwd()}
     session = session_environment(plan.mpi.family, OWN_DIRECTORY, SHARED)
     forwarded = plan.forwarded(os.environ)
@@ -69,6 +70,6 @@ def job_messages(
 
 
 def rsh_script(directory: str) -> str:
-    """Return the script that mpiexec runs as ssh (agent/rsh.py). ``directory`` is the job's."""
+    """Return the script that mpiexec runs in place of ssh (agent/rsh.py), for the job's ``directory``."""
     command = paths.bare_command("agent.rsh", os.path.join(directory, "s"))
     return f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n'

@@ -1,4 +1,4 @@
-"""mpiexec of a running job, and its daemons on other hosts."""
+"""The mpiexec process of a running job, and mpiexec's daemons on other hosts."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ _SHIM = "ssh"
 
 
 class Mpiexec:
-    """Starts mpiexec, and for it its daemons, through the agents of their hosts.
+    """Starts mpiexec and, on its behalf, its daemons, through the agents on their hosts.
 
     Args:
         plan: The job's plan.
-        place: Its ID and directory.
+        place: The job's ID and directory.
         agents: The agents on all hosts.
         err: Receives mpiexec's own messages.
-        on_exit: Called when mpiexec has exited, with its pid and exit code.
-        on_daemon_exit: Called when a daemon has exited, with its host, exit code and exit time.
+        on_exit: Called with mpiexec's process ID and exit code when it has exited.
+        on_daemon_exit: Called with a daemon's host, exit code and exit time when it has exited.
 
     Attributes:
         output: Filters the output of mpiexec and its daemons.
-        code: mpiexec's exit code once it has exited.
+        code: Exit code of mpiexec, None until it has exited.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Mpiexec:
         self._spawn()
 
     def retry(self) -> bool:
-        """Start mpiexec again. Returns False if that is pointless: it did not start daemons, or not again."""
+        """Start mpiexec again if that may help. Returns False if it was not restarted."""
         if not self._wanted_daemons or self._retried:
             return False
         self._retried = True
@@ -70,18 +70,18 @@ class Mpiexec:
         self._agents.spawn(None, on_exit, argv=argv, loopback=not self._plan.multi_host)
 
     def start_daemon(self, link: RankLink, name: str, command: str) -> bool:
-        """Start a command on another host for mpiexec. Returns False if the host is not in the job.
+        """Start a daemon on another host for mpiexec. Returns False if the host is not part of the job.
 
         Args:
-            link: Receives the exit code.
-            name: The host, as mpiexec calls it.
-            command: The command, for a shell.
+            link: Connection that receives the exit code.
+            name: Name by which mpiexec refers to the host.
+            command: Shell command that starts the daemon.
         """
         self._wanted_daemons = True
         host = self._plan.host_of(name)
-        # mpiexec passes its own settings to its daemons, and they name this host's directory. Daemons that
-        # shared one directory would sometimes have the same process ID and so the same files. Each therefore
-        # uses its own host's directory.
+        # mpiexec passes its own settings to the daemons, including the job's directory on this host. If the
+        # daemons shared that directory, two of them with the same process ID would use the same files.
+        # Replace it, so that each daemon uses the directory on its own host.
         command = command.replace(self._place.directory, OWN_DIRECTORY)
 
         def on_exit(_: int, code: int, when: float) -> None:

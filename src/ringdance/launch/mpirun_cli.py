@@ -1,4 +1,4 @@
-"""Run ``ringdance mpirun``: accept command lines of Open MPI 4's ``mpirun`` with any MPI library."""
+"""``ringdance mpirun``: accept command lines written for Open MPI 4's ``mpirun``, with any MPI library."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def main(argv: Sequence[str], check: Check | None = None) -> int:
     """Run ``ringdance mpirun`` and return its exit code.
 
     Args:
-        argv: The words of the command line, without the program and its name.
-        check: Checks several hosts before anything starts there.
+        argv: Command-line arguments after ``mpirun``.
+        check: Checks the hosts before anything starts, if there are several.
     """
     return as_program(_NAME, lambda: _main(list(argv), check))
 
@@ -68,7 +68,8 @@ def _main(words: list[str], check: Check | None) -> int:
         return 0
     line = parse(words, os.environ)
     if line.flags & {"help", "version"}:
-        # Callers of --version look for the name of an MPI library, as library.py does. It must contain none.
+        # Programs search the output of --version for the name of an MPI library, as library.py does. Ours
+        # must not contain such a name.
         print(_HELP.rstrip() if "help" in line.flags else f"{_NAME} {__version__}")
         return 0
     for note in line.notes:
@@ -83,10 +84,10 @@ def _main(words: list[str], check: Check | None) -> int:
 
 
 def changes(line: MpirunLine) -> dict[str, Any]:
-    """Return the fields of the job that differ from those that ``ringdance run`` would derive.
+    """Return the fields of the JobSpec whose values differ from those that ``ringdance run`` would set.
 
     Raises:
-        LaunchError: The scheduler's hosts cannot be parsed.
+        LaunchError: The hosts given by the scheduler cannot be parsed.
     """
     hosts: HostList | None = line.hosts
     ranks, source, options = line.ranks, line.source, line.mpi
@@ -107,10 +108,10 @@ def changes(line: MpirunLine) -> dict[str, Any]:
 
 
 def install(directory: Path) -> list[Path]:
-    """Write ``mpirun``, and the daemon under Open MPI 4's name, to a directory. Return the files.
+    """Install ``mpirun``, and Open MPI's daemon under its old name, in a directory. Return the files written.
 
     Raises:
-        LaunchError: Another program of that name is there.
+        LaunchError: The directory already contains a different program with one of these names.
         OSError: The directory is not writable.
     """
     mpi = find_mpi()
@@ -121,14 +122,15 @@ def install(directory: Path) -> list[Path]:
     if mpirun.is_symlink() or (mpirun.exists() and _NAME not in mpirun.read_text(errors="replace")):
         raise LaunchError(f"{mpirun} is another program. Choose a directory for this one only")
     directory.mkdir(parents=True, exist_ok=True)
-    # SageMaker's toolkit waits on each host for a process named orted.
+    # SageMaker's toolkit waits for a process named orted on each host.
     if mpi.family == "openmpi" and prted.exists():
         if daemon.is_symlink():
             daemon.unlink()
         daemon.symlink_to(prted)
         words = ["--launch-agent", str(daemon)]
         files.append(daemon)
-    # Avoid a shell unless a path requires it, since some shells drop variables with names they do not allow.
+    # Avoid a shell unless the path requires one, because some shells drop variables whose names are invalid
+    # in the shell.
     begin = f"#!{sys.executable} -P\n"
     if " " in sys.executable or len(begin) > 127:  # one file that is valid for both a shell and Python
         begin = f"#!/bin/sh\n'''exec' {shlex.quote(sys.executable)} -P \"$0\" \"$@\"\n' '''\n"

@@ -1,4 +1,4 @@
-"""Command lines: a parser whose errors suggest the intended option, and the exit code of a program."""
+"""Command-line parsing with errors that suggest the intended option, and a common wrapper for main()."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _CHOICE = re.compile(r"invalid choice: '?([^'\s]*)'? \(choose from (.*)\)")
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser whose errors name the closest option or command.
+    """An ArgumentParser whose errors suggest the closest option or command.
 
-    By default, texts keep their lines, and options cannot be abbreviated.
+    By default, help texts keep their line breaks, and options cannot be abbreviated.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -35,9 +35,9 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
-        """Parse the words. Anything unknown is an error of this command or subcommand."""
+        """Parse the arguments. The command or subcommand that finds unknown arguments reports an error."""
         words = list(sys.argv[1:] if args is None else args)
-        # This comes first, because argparse treats -hostfile as -h and -iface as -i.
+        # Look for foreign options first, because argparse would parse -hostfile as -h and -iface as -i.
         parsed, rest = None, self._foreign(words)
         if not rest:
             parsed, rest = super().parse_known_args(words, namespace)
@@ -46,7 +46,7 @@ class Parser(argparse.ArgumentParser):
         return parsed, rest
 
     def _foreign(self, words: Sequence[str]) -> list[str]:
-        """Return options before the command that belong to other launchers, or differ by their dashes."""
+        """Return options before the command that belong to other launchers or have the wrong dashes."""
         known, foreign, values = self._option_string_actions, list[str](), 0
         has_command = any(action.nargs in _COMMAND for action in self._get_positional_actions())
         for word in words:
@@ -59,20 +59,20 @@ class Parser(argparse.ArgumentParser):
                 count = 1 if action.nargs is None else action.nargs
                 values = count if isinstance(count, int) and not equals else 0
             elif any(name.startswith(option) for name in known) and (self.allow_abbrev or option[1:2] != "-"):
-                values = 1  # argparse treats it as that option
+                values = 1  # argparse parses it as that option
             elif self._own(option) or answer(_plain(option), known):
                 foreign.append(option)
                 values = not equals
         return foreign
 
     def _own(self, option: str) -> str:
-        """Return this parser's option that differs only by its dashes, "" if there is none."""
+        """Return this parser's option that differs only in its dashes, "" if there is none."""
         bare = _plain(option).replace("-", "")
         same = (name for name in self._option_string_actions if _plain(name).replace("-", "") == bare)
         return next(same, "") if len(bare) > 1 else ""
 
     def _hint(self, option: str) -> str:
-        """Return what to write for an unknown option, "" without a suggestion."""
+        """Return a suggestion for replacing an unknown option, "" if there is none."""
         known = self._option_string_actions
         if not (meant := self._own(option)) and (text := answer(_plain(option), known)):
             return text
@@ -82,7 +82,7 @@ class Parser(argparse.ArgumentParser):
         return f"did you mean {meant}?" if meant else ""
 
     def error(self, message: str) -> NoReturn:
-        """Print the usage and ``message`` with a suggestion, and exit with code 2."""
+        """Print the usage, then ``message`` with a suggestion, and exit with code 2."""
         hints = list[str]()
         if message.startswith(_UNKNOWN):
             options = [word.partition("=")[0] for word in message.split()[2:] if word.startswith("-")]
@@ -102,7 +102,7 @@ def _plain(option: str) -> str:
 
 
 def rank_count(text: str) -> int:
-    """Return the number in ``-n 2``, and in ``-np2``, which argparse treats as ``-n p2``."""
+    """Parse the value of ``-n 2``. Also accepts ``-np2``, which argparse parses as ``-n p2``."""
     try:
         return int(text.removeprefix("p"))
     except ValueError:
@@ -110,7 +110,7 @@ def rank_count(text: str) -> int:
 
 
 def at_least(kind: Callable[[str], T], least: float, below: float = math.inf) -> Callable[[str], T]:
-    """Return an option's type for numbers from ``least`` up to, but not including, ``below``."""
+    """Return an argparse type for numbers from ``least`` up to, but not including, ``below``."""
 
     def parsed(text: str) -> T:
         value = kind(text)
@@ -119,7 +119,7 @@ def at_least(kind: Callable[[str], T], least: float, below: float = math.inf) ->
             raise argparse.ArgumentTypeError(f"{text}: give {least:g} or more{limit}")
         return value
 
-    parsed.__name__ = kind.__name__  # for argparse's error about an invalid value
+    parsed.__name__ = kind.__name__  # argparse shows this name in its errors
     return parsed
 
 
@@ -127,7 +127,7 @@ positive = at_least(int, 1)
 
 
 def counts(text: str) -> list[int]:
-    """Return the whole numbers in "1,2,4", each 1 or more, in ascending order."""
+    """Parse a list of positive integers such as "1,2,4". Return them in ascending order."""
     numbers = {int(word) if word.isdecimal() else 0 for word in text.split(",")}
     if min(numbers) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers of 1 or more, such as 1,2,4")
@@ -135,14 +135,14 @@ def counts(text: str) -> list[int]:
 
 
 def number(text: str) -> float:
-    """Return a number above 0."""
+    """Parse a positive number."""
     if not 0 < (value := float(text)) < math.inf:
         raise argparse.ArgumentTypeError(f"{text}: give a finite number, more than 0")
     return value
 
 
 def as_program(name: str, action: Callable[[], int]) -> int:
-    """Run a command line's ``action`` and return its exit code. Print what it raises in one line."""
+    """Run ``action``, the body of a command, and return its exit code. Errors are printed in one line."""
     try:
         return action()
     except SystemExit as end:  # argparse has already printed the error or the help
@@ -150,10 +150,10 @@ def as_program(name: str, action: Callable[[], int]) -> int:
     except (ArgumentError, LaunchError) as error:
         print(f"{name}: {error}", file=sys.stderr)
         return getattr(error, "code", 2)
-    except KeyboardInterrupt:  # before the job handles it
+    except KeyboardInterrupt:  # before a job installs its handlers
         return 130
-    except BrokenPipeError:  # the reader of our output has exited, as in `ringdance run ... | head`
-        # Otherwise the interpreter complains when it flushes on exit.
+    except BrokenPipeError:  # the reader has exited, as in `ringdance run ... | head`
+        # Otherwise the interpreter would report an error when it flushes stdout on exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 141
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The launcher's plan of a job as pure data. ``--dry-run`` prints it."""
+"""The launcher's plan for a job as pure data. ``--dry-run`` prints it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from ringdance.settings.names import STARTED_BY
 _OF_A_RANK = (
     "OMPI_COMM_WORLD_", "OMPI_UNIVERSE_", "PMIX_", "PMI_", "PRTE_LAUNCHED", "MPI_LOCAL", "HYDI_", STARTED_BY,
 )  # fmt: skip
-# Variables that schedulers set for mpiexec. The plan replaces them.
+# Variables that schedulers set to configure mpiexec. The plan replaces them.
 _OF_A_SCHEDULER = (
     "OMPI_MCA_orte_default_hostfile", "OMPI_MCA_orte_set_default_slots", "OMPI_MCA_plm_rsh_a",
     "PRTE_MCA_prte_default_hostfile", "I_MPI_HYDRA_HOST_FILE", "I_MPI_HYDRA_BOOTSTRAP", "I_MPI_PERHOST",
@@ -50,19 +50,19 @@ class Plan:
     Attributes:
         ranks: Number of ranks.
         hosts: Hosts with their ranks, in host-major order as in Horovod.
-        source: Where the hosts come from, for display.
+        source: Where the hosts were specified, for display.
         method: How other hosts are reached.
-        command: The user's command, with its program's path resolved.
-        environment: Variables set for the ranks in addition to the launcher's, which they override.
-        removed: Names of the launcher's variables that the ranks do not get.
-        python: Interpreter on other hosts. "" if its path is the same as the launcher's.
-        chdir: Working directory of the ranks, like ``JobSpec.chdir``.
-        notes: Warnings to show before the start.
-        forward: If True, ranks on other hosts get the launcher's variables, like ``JobSpec.forward``.
-        threads: Computing threads for each rank. None if the user has set OMP_NUM_THREADS.
-        networks: Networks that several hosts share.
+        command: The user's command, with the program's path resolved.
+        environment: Variables set for the ranks. They override the launcher's variables.
+        removed: Names of the launcher's variables that are removed from the ranks' environment.
+        python: Path of the interpreter on other hosts, "" if it is the same as the launcher's.
+        chdir: Working directory of the ranks, as in ``JobSpec.chdir``.
+        notes: Warnings to show before the job starts.
+        forward: If True, ranks on other hosts get the launcher's variables, as in ``JobSpec.forward``.
+        threads: Number of compute threads per rank. None if the user has set OMP_NUM_THREADS.
+        networks: Networks that connect the hosts.
         mpi: The MPI library and its mpiexec.
-        mpiexec: Path of mpiexec and its options, up to the command.
+        mpiexec: Command line of mpiexec, up to the user's command.
     """
 
     ranks: int
@@ -88,37 +88,37 @@ class Plan:
 
     @property
     def multi_host(self) -> bool:
-        """True if other hosts have ranks."""
+        """True if any ranks run on other hosts."""
         return not all(host.local for host in self.hosts)
 
     def host_of(self, called: str) -> Host | None:
-        """Return the host that mpiexec knows by this name."""
+        """Return the host that mpiexec refers to by this name."""
         return next((host for n, host in enumerate(self.hosts) if host_label(host, n) == called), None)
 
     def named(self, name: str) -> str:
-        """Return a host's name with its ranks, for messages."""
+        """Return a host's name with its ranks in parentheses, for messages."""
         ranks = next((host.ranks for host in self.hosts if host.name == name), None)
         return f"host {name} (ranks {spans(ranks)})" if ranks else name
 
     def argv(self, bases: Sequence[str] = ("BASE",), job: str = "JOB", shim: str = RSH_SHIM) -> list[str]:
-        """Return the whole command line. The defaults are placeholders for values of a running job."""
+        """Return the full command line. The defaults are placeholders for values known once the job runs."""
         mpiexec = [word.replace(RSH_SHIM, shim) for word in self.mpiexec]
         named = os.pathsep.join(bases)
         rank = rank_line(named, job) if self.paths_differ else bare_command("agent.rank", named, job)
         return [*mpiexec, *rank, *self.command]
 
     def environ(self, own: Mapping[str, str]) -> dict[str, str]:
-        """Build the environment of mpiexec and the ranks here from ``own``, the launcher's environment."""
+        """Build the environment of mpiexec and the local ranks from ``own``, the launcher's environment."""
         kept = {name: value for name, value in own.items() if name not in self.removed}
         return {**kept, **dict(self.environment)}
 
     def forwarded(self, own: Mapping[str, str]) -> dict[str, str]:
         """Return the variables for ranks on other hosts, from the launcher's environment ``own``."""
-        hidden = of_a_step(own) if self.method == "srun" else {}  # from srun, which passes everything else on
+        hidden = of_a_step(own) if self.method == "srun" else {}  # from srun, which forwards all others
         return self.environ(hidden | forwarded(own, self.forward))
 
     def describe(self, own: Mapping[str, str] | None = None) -> str:
-        """Describe what would be started, in readable form. ``own`` is the launcher's environment."""
+        """Describe in readable form what would be started. ``own`` is the launcher's environment."""
         rows = [("host", "slots", "ranks", "cores", "devices", "network")]
         for host in self.hosts:
             name = host.name + (" (here)" if host.local and self.multi_host else "")
@@ -148,12 +148,12 @@ class Plan:
 
 
 def devices_text(names: Sequence[str]) -> str:
-    """Return how many devices have each name, or "-" if there are none."""
+    """Summarize devices by name and count, "-" if there are none."""
     return ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)) or "-"
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Format rows as lines with aligned columns. The first row has the column names."""
+    """Format rows as lines with aligned columns. The first row contains the column names."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)) for row in rows]
     return [line.rstrip() for line in lines]
@@ -164,15 +164,16 @@ def build_plan(
     facts: Mapping[str, HostFacts] = MappingProxyType({}), local: Collection[str] = LOCAL_NAMES,
     root: bool = False,
 ) -> Plan:  # fmt: skip
-    """Decide everything about a job from its arguments alone.
+    """Build the plan for a job. Pure: the result depends only on the arguments.
 
     Args:
-        spec: The job, with its number of ranks and its program's path known. Without hosts: this machine.
-        mpi: The library to launch with.
+        spec: The job. Its number of ranks and its program's path must be known. Without hosts, it runs on
+            this machine.
+        mpi: The MPI library to launch with.
         cores: Number of cores that this process may use.
         environ: The launcher's environment.
-        facts: Facts about the hosts that were asked, by name.
-        local: Names in the spec's hosts that mean this machine.
+        facts: Facts collected from hosts, by host name.
+        local: Host names in the spec that refer to this machine.
         root: True if the user is root.
 
     Raises:
@@ -213,7 +214,7 @@ def build_plan(
 def _place(
     spec: JobSpec, mpi: Mpi, cores: int, facts: Mapping[str, HostFacts], local: Collection[str]
 ) -> tuple[tuple[Host, ...], dict[str, HostFacts], Networks]:
-    """Return the hosts with their ranks, the known facts about them, and their networks."""
+    """Return the hosts with their ranks, the known facts about the hosts, and the networks between them."""
     if not spec.ranks or spec.ranks < 1:
         raise LaunchError(f"-np {spec.ranks}: the number of ranks must be 1 or more")
     placed = assign_ranks(spec.ranks, _machines(spec.hosts or [("localhost", spec.ranks)], local))
@@ -233,20 +234,22 @@ def _variables(
     spec: JobSpec, environ: Mapping[str, str], hosts: Sequence[Host], cores: int, master: str,
     extra: Mapping[str, str],
 ) -> tuple[dict[str, str], dict[str, str], int | None]:  # fmt: skip
-    """Return the user's variables for all ranks, ours, and a rank's threads unless the user sets them.
+    """Return the user's variables for all ranks, our variables, and the threads per rank.
+
+    The number of threads is None if the user sets it.
 
     Args:
         spec: The job.
         environ: The launcher's environment.
         hosts: The hosts with their ranks.
-        cores: Cores of this host, and of hosts whose number is unknown.
+        cores: Number of cores on this host. Also assumed for hosts whose number of cores is unknown.
         master: Address of rank 0's host.
-        extra: The MPI library's variables. The launcher's environment overrides them.
+        extra: Variables for the MPI library. The launcher's environment overrides them.
     """
     exports, variables, threads = dict(spec.exports), {"PYTHONUNBUFFERED": "1"}, None
-    if "PYTHONFAULTHANDLER" not in environ:  # so that a fatal signal shows the line of the script
+    if "PYTHONFAULTHANDLER" not in environ:  # so that a fatal signal prints a traceback
         variables["PYTHONFAULTHANDLER"] = "1"
-    if MARKER in environ or "MASTER_ADDR" not in environ:  # an outer job's address is not meant for this job
+    if MARKER in environ or "MASTER_ADDR" not in environ:  # ignore the address for an outer job
         variables["MASTER_ADDR"] = master
     path = exports.get("PYTHONPATH", environ.get("PYTHONPATH"))
     exports["PYTHONPATH"] = os.pathsep.join([_SITE, *([path] if path else [])])
@@ -260,14 +263,14 @@ def _variables(
 
 
 def _removed(environ: Mapping[str, str]) -> list[str]:
-    """Return variables to hide from ranks: an mpiexec inside another MPI job is not one of its ranks."""
+    """Return variables to remove, lest mpiexec inside another MPI job be taken for one of its ranks."""
     prefixes = (*_OF_A_RANK, *_OF_A_SCHEDULER, *(["MASTER_PORT"] if MARKER in environ else []))
     names = (name for name in environ if not name.startswith("PMIX_MCA_"))  # the user's settings
     return sorted(name for name in names if name.startswith(prefixes))
 
 
 def _machines(hosts: HostList, local: Collection[str]) -> HostList:
-    """Merge all names of this machine into the first, with all their slots."""
+    """Merge all names of this machine into the first one and add up their slots."""
     here = next((name for name, _ in hosts if name in local), "")
     slots = sum(count for name, count in hosts if name in local)
     return [
@@ -278,8 +281,8 @@ def _machines(hosts: HostList, local: Collection[str]) -> HostList:
 def _short_of_memory(hosts: Sequence[Host], facts: Mapping[str, HostFacts], mpi: Mpi) -> list[str]:
     """Return warnings about hosts whose /dev/shm has too little space for the MPI library.
 
-    Open MPI's ranks exit if a file of 16 MiB would not fit, although they fill 1 MiB of it or less. MPICH's
-    ranks get SIGBUS, whichever of its parts are disabled.
+    With Open MPI, ranks exit unless a 16 MiB file would fit, although they use at most 1 MiB of it. With
+    MPICH, ranks get SIGBUS, no matter which of its components are disabled.
     """
     warnings = []
     for host in hosts:
@@ -310,7 +313,7 @@ def _informed(host: Host, facts: Mapping[str, HostFacts], networks: Networks, co
 
 
 def _master_address(host: Host, facts: Mapping[str, HostFacts], networks: Networks) -> str:
-    """Return the address of rank 0's host for torch.distributed, in a shared network, or else its name."""
+    """Return the address of rank 0's host for torch.distributed: in a shared network, or else its name."""
     known = facts.get(host.name)
     for net, (interface, address) in addresses(known).items() if known else ():
         if net in networks.include or interface in networks.include:

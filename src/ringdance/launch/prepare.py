@@ -1,4 +1,4 @@
-"""Prepare a job: make a plan, and start an agent that waits on each other host."""
+"""Prepare a job: make a plan, and start an idle agent on every other host."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ringdance.launch.plan import Plan, build_plan
 from ringdance.launch.remote.connect import PIPES, Remote, allow_open_files, close_all, connect
 from ringdance.launch.spec import JobSpec, check_machine, script_of
 
-_FOR_RANK = 4  # descriptors per rank in this host's agent: a connection and output
+_FOR_RANK = 4  # file descriptors per rank in this host's agent: connection and output
 _RECORDS = "RINGDANCE_FLIGHT_RECORDER_DIR"
 
 Log = Callable[[str], None]
@@ -28,12 +28,12 @@ Log = Callable[[str], None]
 
 @dataclass
 class PreparedJob:
-    """A job with its plan, and its agents waiting on the other hosts.
+    """A job with its plan, and with idle agents on the other hosts.
 
     Attributes:
         spec: The job, with its hosts and ranks.
         plan: What will be started.
-        remotes: The agents on other hosts.
+        remotes: The agents on the other hosts.
     """
 
     spec: JobSpec
@@ -41,18 +41,18 @@ class PreparedJob:
     remotes: list[Remote]
 
     def close(self) -> None:
-        """End the agents without starting anything."""
+        """End the agents without starting the job."""
         close_all(self.remotes)
 
     @property
     def style(self) -> Style:
-        """Format of the ranks' lines."""
+        """Format of the ranks' output lines."""
         style = WITH_HOST if len(self.plan.hosts) > 1 else WITH_RANK
         return self.spec.style or replace(style, clock=self.spec.clock, colour=int(self.spec.colour))
 
     @property
     def needed(self) -> list[str]:
-        """Files that every host must have."""
+        """Files that must exist on every host."""
         program, *arguments = self.plan.command
         script = script_of(arguments) if os.path.basename(program).startswith("python") else None
         own = [] if self.plan.python and program == sys.executable else [program]
@@ -69,13 +69,13 @@ def prepare(
     connect: Callable[..., list[Remote]] = connect,
     local: Collection[str] | None = None,
 ) -> PreparedJob:
-    """Plan the job and start an agent on each other host. The command must already be resolved.
+    """Plan the job and start an agent on every other host. The command must already be resolved.
 
     Args:
         spec: The job.
-        log: Called with what is being waited for.
+        log: Called with messages about what the launcher is waiting for.
         connect: Starts the agents, like ``remote.connect.connect()``.
-        local: Names that mean this machine. Determined from their addresses by default.
+        local: Host names that refer to this machine. By default, determined from their addresses.
 
     Raises:
         LaunchError: The job cannot be prepared. Nothing has been started.
@@ -113,13 +113,13 @@ def prepare(
 
 
 def _exports(spec: JobSpec, rank_0_here: bool) -> dict[str, str]:
-    """Return the variables for all ranks: the user's, and where ranks write what belongs to the output."""
+    """Return the variables for all ranks: the user's, and the paths of further output files."""
     exports = dict(spec.exports)
-    if spec.output_directory:  # a failing rank's records and metrics over time are also output
+    if spec.output_directory:  # also for records of failing ranks, and for metrics
         for name in (_RECORDS, METRICS_DIR):
             if name not in os.environ:
                 exports.setdefault(name, os.path.abspath(spec.output_directory))
-    if spec.timeline:  # rank 0's host writes it, and the agent there sends it if that is another host
+    if spec.timeline:  # rank 0 writes it; if on another host, the agent sends it
         ending = os.path.splitext(spec.timeline)[1].lstrip(".") or "json"
         there = f"{OWN_DIRECTORY}/{TIMELINE}{ending}"
         exports["RINGDANCE_TIMELINE"] = os.path.abspath(spec.timeline) if rank_0_here else there

@@ -1,4 +1,4 @@
-"""The ranks of a running job: where they are, what they write, and how they ended."""
+"""The ranks in a running job: where they run, what they write, and how they ended."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class Rank:
     """A rank whose wrapper has connected.
 
     Attributes:
-        link: Connection to its wrapper.
-        rank: Its number.
-        host: Its machine.
-        streams: Its stdout and stderr.
-        pid: Its process ID, 0 until it has started.
-        ended: How it ended, or None.
+        link: Connection to the rank's wrapper.
+        rank: Number of the rank.
+        host: Name of the host on which the rank runs.
+        streams: The rank's stdout and stderr.
+        pid: Process ID, 0 until the rank has started.
+        ended: How the rank ended, None until then.
     """
 
     link: RankLink
@@ -40,13 +40,14 @@ class Rank:
 
 
 class RankTable:
-    """All ranks of a job, by number once they have connected.
+    """All ranks in a job, by number once they have connected.
 
-    The work for a message, and in each turn of the job's loop, does not grow with the number of ranks.
+    The cost of a message, and of each iteration of the job's event loop, is independent of the number of
+    ranks.
 
     Args:
-        prepared: The ranks to expect, their hosts, and the style of their output.
-        screen: Destination of their output.
+        prepared: Defines the expected ranks, their hosts, and the style of their output.
+        screen: Destination of the ranks' output.
         agents: The agents on all hosts.
     """
 
@@ -63,10 +64,10 @@ class RankTable:
         self.alone: dict[int, str] = {}  # framework by rank, for ranks that have not called init()
 
     def add(self, link: RankLink, hello: Mapping[str, Any]) -> str:
-        """Let a rank start. Returns what is wrong with it if it may not, or "".
+        """Let a rank start. Returns "", or the reason if the rank must not start.
 
         Args:
-            link: Connection to its wrapper.
+            link: Connection to the rank's wrapper.
             hello: The wrapper's first message.
 
         Raises:
@@ -97,7 +98,7 @@ class RankTable:
         return ""
 
     def write(self, link: RankLink, which: int, data: bytes) -> None:
-        """Take a rank's output on stdout (0) or stderr (1). Empty data mean that it has closed the stream."""
+        """Process a rank's output on stdout (0) or stderr (1). Empty data mean that the stream is closed."""
         rank = self.of(link)
         if rank and data:
             rank.streams[which].feed(data)
@@ -109,18 +110,18 @@ class RankTable:
             self._holding[rank.rank] = rank
 
     def on_start(self, rank: Rank, pid: int) -> None:
-        """Note that a rank is running."""
+        """Record that a rank has started."""
         rank.pid = pid
         self._to_start.discard(rank.rank)
 
     def on_end(self, rank: Rank, ended: Ended) -> None:
-        """Note how a rank has ended."""
+        """Record how a rank has ended."""
         rank.ended = ended
         self._to_end.discard(rank.rank)
         self._holding.pop(rank.rank, None)
 
     def of(self, link: RankLink) -> Rank | None:
-        """Return the rank at the other end."""
+        """Return the rank whose wrapper is at the other end of the link."""
         return self._by_link.get(link)
 
     # --- state ---------------------------------------------------------------------------------
@@ -167,7 +168,7 @@ class RankTable:
         return self.over and not self.failed
 
     def not_started(self) -> dict[str, str]:
-        """Describe what the ranks that have not started wait for, by "host (ranks)"."""
+        """Describe what the ranks that have not started are waiting for. The keys are "host (ranks)"."""
         waiting = {}
         for host in self._plan.hosts:
             known = [number for number in host.ranks if number in self._ranks]
@@ -177,7 +178,7 @@ class RankTable:
         return waiting
 
     def ended_by_mpiexec(self, numbers: Sequence[int]) -> list[float]:
-        """Return when mpiexec ended any of these ranks."""
+        """Return the end times of those of these ranks that were ended by mpiexec."""
         ends = (self._ranks[number].ended for number in numbers if number in self._ranks)
         return [end.time for end in ends if end and end.by_mpiexec]
 
@@ -198,19 +199,19 @@ class RankTable:
             if rank.pid:
                 rank.link.send(message)
 
-    # --- output that waits ---------------------------------------------------------------------
+    # --- held-back output ----------------------------------------------------------------------
 
     def due(self, running: bool) -> float:
-        """Return when the next held traceback is due.
+        """Return the time at which the next held-back traceback is due.
 
         Args:
-            running: True while the job runs. Afterwards, tracebacks wait for its end.
+            running: True while the job is running. Afterwards, tracebacks are held until the job has ended.
         """
         until = next(iter(self._holding.values())).streams[1].held_until if self._holding else None
         return math.inf if until is None or not running else until
 
     def show_due(self, running: bool) -> None:
-        """Show the held tracebacks that are due."""
+        """Show the held-back tracebacks that are due."""
         now = time.monotonic()
         while running and self._holding:
             rank = next(iter(self._holding.values()))
@@ -223,7 +224,7 @@ class RankTable:
     # --- judgement -----------------------------------------------------------------------------
 
     def end_streams(self) -> None:
-        """Take the last lines of all streams."""
+        """Flush the last lines of all streams."""
         for rank in self._ranks.values():
             for stream in rank.streams:
                 stream.end()
@@ -250,7 +251,7 @@ class RankTable:
         return verdict, sum(not end.failed for end in ended.values())
 
     def show_held(self, verdict: Verdict | None) -> None:
-        """Show tracebacks that were held back, except what the verdict shows and what follows from it."""
+        """Show held-back tracebacks, except those that the verdict shows or that follow from its cause."""
         reported: dict[int | None, Cause] = {}
         if verdict:
             for cause in (verdict.cause, *verdict.others):

@@ -1,4 +1,4 @@
-"""A running job: one event loop over its agents and signals, with explicit states."""
+"""A running job: an event loop that handles agents and signals, with explicit states."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from ringdance.launch.states import CLEANING, ENDING, LIMITS, WELL, Event, Stage
 
 
 class RunningJob:
-    """Leads a job through its states (states.py), from the agents' preparation to their cleanup.
+    """Takes a job through its states (states.py), from the agents' preparation to their cleanup.
 
     Args:
-        prepared: What to start, and the agents on other hosts, which end with the job.
+        prepared: The job's plan and the agents on other hosts, which end with the job.
         place: The job's ID and directory.
         local: The agent on this host, which ends with the job.
         screen: Destination of the ranks' output.
@@ -66,7 +66,7 @@ class RunningJob:
         self._outside: list[Cause] = []  # failures outside the ranks
 
     def run(self, files: Mapping[str, bytes]) -> Verdict | int:
-        """Run to the end. ``files`` are for the job's directory on every host. See ``Job.run()``."""
+        """Run the job to its end, with ``files`` in its directory on every host. See ``Job.run()``."""
         messages = job_messages(self._plan, self._place, self._prepared.needed, self._spec.output_directory)
         self._agents.begin(*messages, files)
         while self._stage.state is not State.DONE:
@@ -86,7 +86,7 @@ class RunningJob:
         again = self._agents.check(self._stage.state not in WELL and not self._shutdown.signal)
         timeout = min(max(0.0, due - time.monotonic()), math.inf if again is None else again)
         for key, _ in self._selector.select(None if math.isinf(timeout) else timeout):
-            # An earlier event of this round may have closed it.
+            # Handling an earlier event from the same select() may have closed this file.
             if self._selector.get_map().get(key.fd) is key:
                 key.data()
         self._ranks.show_due(self._stage.state is State.RUNNING)
@@ -94,7 +94,7 @@ class RunningJob:
             self._expire()
 
     def _handle(self, event: Event, at_most: float = math.inf) -> None:
-        """Follow the table of states (``Stage.follow()``), and do what a new state needs."""
+        """Apply an event to the state table (``Stage.follow()``), and act on entering a new state."""
         if not self._stage.follow(event, at_most):
             return
         state = self._stage.state
@@ -103,7 +103,7 @@ class RunningJob:
             self._ranks.send(self._shutdown.sigterm())
             if self._ranks.idle:
                 self._stage.deadline = time.monotonic()
-        elif state is State.CLEANING_REMOTE:  # before this host, to which they report
+        elif state is State.CLEANING_REMOTE:  # before this host, to which the others report
             self._agents.clean_remotes(not self._ranks.completed)
         elif state is State.CLEANING_LOCAL:
             self._agents.give_up_remotes()
@@ -112,7 +112,7 @@ class RunningJob:
             self._agents.clean_local(not self._ranks.completed)
 
     def _expire(self) -> None:
-        """Act on the end of the state's time, which nothing extends."""
+        """Act when a state has passed its deadline, which no reason extends."""
         if self._stage.state in (State.PREPARING, State.STARTING):
             text = f"only {self._ranks.connected} of {self._plan.ranks} ranks started within "
             text += f"{self._spec.start_timeout:g} s (--start-timeout)"
@@ -127,7 +127,7 @@ class RunningJob:
             self._handle(Event.TIMEOUT)
 
     def _seconds_to_wait(self, reason: Wait) -> float:
-        """Return for how many seconds the job has this reason to extend its deadline, 0 if it has not."""
+        """Return by how many seconds this reason extends the deadline, 0 if it does not apply."""
         if reason is Wait.GRACE:
             return self._grace_left()
         if reason is Wait.REPORTS:
@@ -142,7 +142,7 @@ class RunningJob:
         return math.inf if verdict and verdict.follows else 0.0
 
     def _grace_left(self) -> float:
-        """Return how many seconds ranks have to exit after a signal, and tell the user."""
+        """Return the seconds that ranks still have to exit after a signal, and tell the user."""
         left = self._shutdown.kill_at - time.monotonic()
         if left <= 0 or self._ranks.idle:
             return 0.0
@@ -160,7 +160,7 @@ class RunningJob:
 
     def _stop(self, number: int) -> None:
         """End the job after a signal to the launcher."""
-        # A signal sent to all processes may reach the launcher a little later than the ranks that it ended.
+        # A signal sent to all processes may end ranks slightly before it reaches the launcher.
         caused = not self._outside and self._ranks.signals_ended_failed
         if not self._shutdown.signal and self._stage.state is State.FAILED and caused:
             self._stage.deadline = math.inf
@@ -183,7 +183,7 @@ class RunningJob:
             self._ranks.on_start(rank, message["pid"])
             link.remote.time_here(message["time"])
             self._note(f"rank {rank.rank} runs on {rank.host}, pid {rank.pid}")
-            # It was about to start when the other ranks received SIGTERM.
+            # This rank was about to start when the other ranks received SIGTERM.
             if self._stage.state is State.STOPPING:
                 link.send(self._shutdown.sigterm())
             if self._ranks.started:
@@ -227,7 +227,7 @@ class RunningJob:
             self._handle(Event.READY)
 
     def _on_output(self, data: bytes) -> None:
-        """Take output of mpiexec or one of its daemons."""
+        """Process output from mpiexec or one of its daemons."""
         self._mpiexec.output.feed(data)
         if self._spec.verbose:
             self._screen.of(1)(data)
@@ -244,15 +244,15 @@ class RunningJob:
         self._handle(Event.COMPLETE if self._ranks.over else Event.MPIEXEC_EXITED)
 
     def _on_daemon_exit(self, host: Host, code: int, when: float) -> None:
-        # Open MPI's daemon exits only after its ranks, or because of an earlier failure.
+        # Open MPI's daemon exits only after its ranks have exited, or because of an earlier failure.
         running = self._ranks.connected and not self._ranks.completed and self._stage.state not in ENDING
         if code and running and self._plan.mpi.family == "openmpi":
-            before = self._ranks.ended_by_mpiexec(host.ranks)  # by this daemon
+            before = self._ranks.ended_by_mpiexec(host.ranks)  # which this daemon did
             why = f"mpiexec's daemon (prted) exited with code {code} while ranks were running. Was it killed?"
             self._fail(f"{self._plan.named(host.name)}: {why}", 1, "daemon", min([when, *before]))
 
     def _on_host_failed(self, host: str, message: str, lost: bool) -> None:
-        """Handle the loss of a host, or the death of a program of the job there that is not a rank."""
+        """Handle the loss of a host, or the death of a program other than a rank on that host."""
         self._ranks.lost_hosts |= {host} if lost else set()
         self._note(f"host {host}: {message}")
         text = f"{self._plan.named(host)}: {message}"
@@ -292,7 +292,10 @@ class RunningJob:
         self._handle(Event.LOST)
 
     def _on_file(self, name: str, data: bytes, last: bool) -> None:
-        """Take part of a file that a rank has left in the job's directory on its host; ``last`` ends it."""
+        """Store part of a file that a rank wrote to the job's directory on another host.
+
+        ``last`` is True for the file's last part.
+        """
         if self._output.take(name, data) or not self._results or not self._results_wanted:
             return
         try:
@@ -306,7 +309,7 @@ class RunningJob:
         return well and self._results is not None
 
     def _result(self) -> Verdict | int:
-        """Show the remaining output, then judge. All processes have exited."""
+        """Show the remaining output and determine the job's result. All processes have exited."""
         self._ranks.end_streams()
         self._screen.freeze()
         banner, code = self._mpiexec.output, self._mpiexec.code

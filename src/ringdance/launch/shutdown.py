@@ -9,7 +9,7 @@ from typing import Any
 from ringdance.launch.cause import signal_name
 
 _STAY_S = 1.5
-_SAME_S = 0.2  # the sender may signal all processes, so a rank may already have the launcher's signal
+_SAME_S = 0.2  # signals this close may be the same one, sent to all processes
 _OF_A_TERMINAL: dict[int, str] = {signal.SIGINT: "Ctrl-C", signal.SIGHUP: "its terminal"}
 _BEFORE_KILL_S = 5.0  # after SIGTERM that follows SIGINT: LSF sends both, then SIGKILL, 10 s apart
 
@@ -18,13 +18,13 @@ class Shutdown:
     """Follows the signals that end a job.
 
     Args:
-        grace: Seconds that the first signal leaves the ranks.
+        grace: Seconds that ranks have to exit after the first signal.
 
     Attributes:
-        signal: The first signal, or 0. The other attributes are valid once there is one.
+        signal: The first signal, or 0. The other attributes are valid only after a signal.
         came: Time of the first signal (``time.monotonic()``).
-        kill_at: Time at which ranks that still run are killed.
-        caused_failures: True if the signal may have caused the failures before it.
+        kill_at: Time at which ranks that are still running are killed.
+        caused_failures: True if the signal may have caused the failures recorded before it.
     """
 
     def __init__(self, grace: float) -> None:
@@ -34,7 +34,7 @@ class Shutdown:
         self.caused_failures = True
 
     def add(self, number: int, latest: float, caused_failures: bool) -> None:
-        """Note a signal. The first leaves the ranks time until ``latest`` at most, a later SIGINT none."""
+        """Record a signal. After the first, ranks have until ``latest`` at most. A later SIGINT ends that."""
         now = time.monotonic()
         if not self.signal:
             self.signal, self.came, self.caused_failures = number, now, caused_failures
@@ -54,6 +54,9 @@ class Shutdown:
         return text
 
     def sigterm(self) -> dict[str, Any]:
-        """Build the message that asks a rank to end. mpiexec, which would end the others, learns later."""
+        """Build the message that asks a rank to exit, but delays its report to mpiexec.
+
+        On learning that a rank has exited, mpiexec would end the others.
+        """
         stay = max(self.kill_at - time.monotonic(), 0.0) + _STAY_S
         return {"signal": int(signal.SIGTERM), "after": _SAME_S if self.signal else 0.0, "stay": stay}

@@ -20,7 +20,7 @@ from ringdance.launch.remote.shell import RemoteShell
 
 
 class CommandError(LaunchError):
-    """The user's command cannot be run; ``code`` is the exit code."""
+    """The user's command cannot be run. ``code`` is the exit code for the job."""
 
     def __init__(self, message: str, code: int = 2) -> None:
         super().__init__(message)
@@ -32,28 +32,31 @@ _LAUNCHERS = frozenset(("mpirun", "mpiexec", "orterun", "prterun", "srun", "torc
 
 @dataclass(frozen=True)
 class JobSpec:
-    """A job to start from this machine.
+    """The specification of a job to start from this machine.
 
     Attributes:
         command: The program and its arguments.
         ranks: Number of ranks. None means all slots of ``hosts``.
-        hosts: Names and slots. None means a scheduler's allocation, or else this machine.
-        source: Where ``hosts`` come from, for display.
+        hosts: Host names and slots. None means the scheduler's allocation if there is one, otherwise this
+            machine.
+        source: Where ``hosts`` were specified, for display.
         shell: How to reach other hosts, unless a scheduler defines it.
-        interfaces: Names of the network interfaces to use. If empty, those that lead to all hosts.
-        chdir: Working directory of the ranks, also here if it exists here. "" means the launcher's path.
-        check: If True, ask other hosts before planning. A start needs this.
+        interfaces: Names of the network interfaces to use. If empty, use those that connect all hosts.
+        chdir: Working directory of the ranks, on this host only if it exists. "" means the launcher's path.
+        check: If True, query other hosts before planning. Required to start the job.
         exports: Variables to set for the ranks.
-        forward: If True, ranks on other hosts get the launcher's variables. If False, they get settings only.
-        style: Format of the ranks' lines. None means their rank, and also their host if there are several.
-        clock, colour: If True, lines start with the time, and ranks have colors. Used if ``style`` is None.
+        forward: If True, ranks on other hosts get the launcher's variables, otherwise only settings.
+        style: Format of the ranks' output lines. If None, lines start with the rank, and with several hosts
+            also the host.
+        clock, colour: If ``style`` is None: start lines with the time, and give each rank a color.
         output_directory: Directory for a copy of each rank's output, or "".
         timeline: File for a timeline of all ranks, or "".
-        start_timeout: Seconds for hosts to answer, and then again for all ranks to start.
-        heartbeat_timeout: Seconds without a heartbeat after which a host counts as lost.
-        grace: Seconds that ranks have to exit after a signal to the launcher. A second SIGINT ends them.
-        verbose: If True, show steps.
-        binding: Options for mpiexec that replace ours, which bind ranks to no cores.
+        start_timeout: Seconds for all hosts to answer, and again for all ranks to start.
+        heartbeat_timeout: Seconds without a heartbeat after which a host is considered lost.
+        grace: Seconds that ranks have to exit after a signal to the launcher. A second SIGINT ends them
+            immediately.
+        verbose: If True, show the steps of the launch.
+        binding: mpiexec options for binding. They replace the default of not binding ranks to cores.
         mpi_args: Further options for mpiexec.
     """
 
@@ -83,7 +86,7 @@ class JobSpec:
         """Fill in hosts and ranks from the scheduler's allocation, if there is one.
 
         Raises:
-            LaunchError: Neither hosts nor a number of ranks are known.
+            LaunchError: Neither the hosts nor the number of ranks are known.
         """
         if not self.start_timeout > 0:
             raise LaunchError(f"--start-timeout {self.start_timeout:g}: it must be more than 0 seconds")
@@ -93,7 +96,8 @@ class JobSpec:
         names = [name for name, _ in alloc.hosts] if alloc else []
         # Oversubscribing a single machine is allowed.
         local = self.ranks is not None and set(names) == local_names(names)
-        # Hosts that the user picks from the allocation are reached its way, unless options define another.
+        # If the user picks hosts from the allocation, reach them as the scheduler does, unless ssh options
+        # are given.
         own_ssh = shell.port or shell.identity or shell.arguments
         picked = {name for name, _ in self.hosts or ()} <= set(names)
         if alloc and not local and picked and (self.hosts is None or alloc.method == "ssh" or not own_ssh):
@@ -113,11 +117,11 @@ class JobSpec:
 
 
 def refuse_launcher(command: Sequence[str]) -> None:
-    """Raise LaunchError if the command is a launcher, so that each rank would start a separate job."""
+    """Raise LaunchError if the command is itself a launcher, because each rank would start a separate job."""
     words = list(command[1:] if command[:1] == ["--"] else command) or [""]
     program = os.path.basename(words[0])
     options = " ".join(takewhile(lambda word: word != "-m" and not word.endswith(".py"), words))
-    # One torchrun on each host is common: all of them join one job.
+    # Running one torchrun per host is common. All of them join the same job.
     joins = program == "torchrun" and re.search(r"--(nnodes[= ](?!1( |$))|rdzv.endpoint)", options)
     if program in _LAUNCHERS and not joins:
         raise LaunchError(
@@ -137,7 +141,7 @@ def parse_exports(texts: Sequence[str], environ: Mapping[str, str]) -> dict[str,
     """Parse ``NAME=VALUE``, or ``NAME`` for its value in ``environ``.
 
     Raises:
-        CommandError: A name is missing, or ``NAME`` alone is not set.
+        CommandError: A name is empty, or ``NAME`` without a value is not set in ``environ``.
     """
     exports = {}
     for text in texts:
@@ -150,14 +154,16 @@ def parse_exports(texts: Sequence[str], environ: Mapping[str, str]) -> dict[str,
 
 
 def resolve_command(command: Sequence[str], directory: str = "") -> list[str]:
-    """Return the command with its program's path, checked before the job starts.
+    """Resolve the path of the command's program, and check the command before the job starts.
 
     Args:
         command: The program and its arguments.
-        directory: The ranks' working directory, "" for this one. Unchecked if it is only on other hosts.
+        directory: The ranks' working directory, "" for the current one. The Python script is not
+            checked if this directory exists only on other hosts.
 
     Raises:
-        CommandError: No command, not found (code 127), not executable, or a missing Python script.
+        CommandError: The command is empty, its program is not found (code 127) or not executable, or its
+            Python script does not exist.
     """
     check_machine()
     command = list(command[1:] if command[:1] == ["--"] else command)

@@ -9,13 +9,13 @@ from enum import Enum, auto
 
 
 class State(Enum):
-    """The stages of a job. Each but the first is entered from an earlier one (``TRANSITIONS``)."""
+    """The states of a job. ``TRANSITIONS`` defines how a job moves from one to the next."""
 
     PREPARING = auto()  # agents create the job's directories
     STARTING = auto()  # mpiexec runs, but not all ranks do
     RUNNING = auto()  # all ranks have started
-    FAILED = auto()  # something has failed; the other ranks have a moment to report what they see
-    ENDED = auto()  # all ranks have exited; mpiexec may still run
+    FAILED = auto()  # something has failed; the other ranks have a moment to report their view
+    ENDED = auto()  # all ranks have exited; mpiexec may still be running
     STOPPING = auto()  # ranks have received SIGTERM
     CLEANING_REMOTE = auto()  # agents on other hosts end all processes and remove all files
     CLEANING_LOCAL = auto()  # the agent on this host does the same
@@ -23,31 +23,31 @@ class State(Enum):
 
 
 class Event(Enum):
-    """What moves a job from one state to another."""
+    """The events that may move a job from one state to another."""
 
     READY = auto()  # all agents are ready
     STARTED = auto()  # all ranks have started
     FAILURE = auto()  # a host, one of its daemons or the launcher has failed, or mpiexec was killed
     MPIEXEC_EXITED = auto()  # before all ranks
-    RANK_FAILED = auto()  # it may have reported why; or a signal that asks it to exit ended it
-    RANK_KILLED = auto()  # it cannot have reported anything
-    OVER = auto()  # all ranks have exited; mpiexec still runs
+    RANK_FAILED = auto()  # the rank may have reported why, or was ended by a signal that asks it to exit
+    RANK_KILLED = auto()  # the rank cannot have reported why
+    OVER = auto()  # all ranks have exited; mpiexec is still running
     OVER_LATE = auto()  # the same, but after a failure or the end of mpiexec, or while the job was stopping
     COMPLETE = auto()  # all ranks and mpiexec have exited
     STOP = auto()  # the launcher received a signal
     TIMEOUT = auto()  # the state's deadline has passed
-    CLEAN = auto()  # the agents that the state waits for have cleaned up
+    CLEAN = auto()  # the agents that this state waits for have cleaned up
     LOST = auto()  # the agent on this host has exited
 
 
 class Wait(Enum):
-    """Why a state may last longer than its deadline. The job says for how many seconds it has this reason."""
+    """Reasons to extend a state's deadline. The job determines for how many seconds a reason applies."""
 
     OWN_FAILURE = auto()  # a running rank has reported its own failure; its exit code becomes the job's
     GRACE = auto()  # ranks have time to exit after a signal to the launcher
-    SILENT_HOST = auto()  # a host may be lost, and so may be the cause
+    SILENT_HOST = auto()  # a host may be lost, which may be the cause of the failure
     CAUSE = auto()  # another host may report the failure that the known failures follow from
-    REPORTS = auto()  # agents are sending; results and output may be large
+    REPORTS = auto()  # agents are still sending results and output, which may be large
 
 
 _S, _E = State, Event
@@ -134,11 +134,11 @@ class Stage:
         self._first: dict[Wait, float] = {}  # when a deadline was first extended for this reason
 
     def follow(self, event: Event, at_most: float = math.inf) -> bool:
-        """Follow an event. Returns True if it has changed the state.
+        """Apply an event. Returns True if the state has changed.
 
         Args:
-            event: What has happened.
-            at_most: Seconds until the deadline, if ``SECONDS`` has more.
+            event: The event.
+            at_most: Upper bound on the seconds until the deadline, if less than in ``SECONDS``.
         """
         state = State.DONE if event is Event.LOST else TRANSITIONS[self.state].get(event)
         if state is None:
@@ -152,10 +152,10 @@ class Stage:
         return changed
 
     def extend(self, wanted: Callable[[Wait], float]) -> bool:
-        """Extend the deadline, which has passed, if there is a reason. Otherwise remove it, and return False.
+        """Extend the deadline, which has passed, if there is a reason. Otherwise clear it and return False.
 
         Args:
-            wanted: Returns for how many seconds the job has this reason to wait, 0 if it does not.
+            wanted: Returns the number of seconds for which a reason applies, 0 if it does not.
         """
         self.deadline, now = math.inf, time.monotonic()
         for reason in WAITS.get(self.state, ()):

@@ -37,7 +37,7 @@ _PREFIXES = ("RINGDANCE_", "HOROVOD_")
 
 
 class SettingWarning(UserWarning):
-    """A setting is accepted but may not have the expected effect."""
+    """Warns about a setting that is accepted but may not have the expected effect."""
 
 
 def load(environ: Mapping[str, str] = os.environ) -> Settings:
@@ -79,7 +79,7 @@ def load(environ: Mapping[str, str] = os.environ) -> Settings:
 
 
 def without_effect(environ: Mapping[str, str]) -> list[tuple[str, str, str]]:
-    """List variables in ``environ`` that have an effect only in Horovod: name, text and reason."""
+    """List the variables in ``environ`` that have an effect only in Horovod, as (name, text, reason)."""
     ignored = []
     for name, (default, reason) in NO_EFFECT.items():
         variable, text = _first(environ, *(prefix + name for prefix in _PREFIXES))
@@ -109,8 +109,8 @@ def _value(setting: Setting, variable: str, text: str, notes: list[str]) -> Any:
                 f"{variable}={text!r} cannot be used: expected {setting.parser.expected}. "
                 f"({setting.doc} Default: {show(setting, setting.default)}.)"
             ) from None
-    # Horovod reads such text as 0 in some settings. As a number, 0 would change more than the user meant, so
-    # only switches use it.
+    # For some settings, Horovod reads invalid text as 0. For a number, 0 could change more than the user
+    # intended, so only switches follow Horovod here.
     value = False if isinstance(setting.default, bool) else setting.default
     expected = "a whole number, 0 for off" if isinstance(value, bool) else setting.parser.expected
     notes.append(f"{variable}={text!r} cannot be used: expected {expected}. Using {show(setting, value)}.")
@@ -118,7 +118,7 @@ def _value(setting: Setting, variable: str, text: str, notes: list[str]) -> Any:
 
 
 def _unknown(environ: Mapping[str, str]) -> Iterator[str]:
-    """Yield a warning for each unknown name with one of our prefixes, with the nearest known name."""
+    """Yield a warning for each unknown name with one of our prefixes, suggesting the closest known name."""
     known = {name for setting in SETTINGS for name in (setting.own, setting.legacy) if name}
     known |= LAUNCHER_NAMES | BUILD_NAMES | {prefix + name for prefix in _PREFIXES for name in NO_EFFECT}
     for name in sorted(environ):
@@ -133,7 +133,7 @@ def _unknown(environ: Mapping[str, str]) -> Iterator[str]:
 
 
 def level_of_caller() -> int:
-    """Return the ``stacklevel`` with which the caller's warnings name the line in the user's script."""
+    """Return the ``stacklevel`` that attributes the caller's warnings to a line in the user's script."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in ("ringdance", "horovod"):
         level, frame = level + 1, frame.f_back

@@ -1,7 +1,7 @@
 """Declarations of all settings. Each is a field of ``Settings`` with its default, unit and description.
 
-``RINGDANCE_CHUNK_BYTES`` sets the field ``chunk_bytes``. If Horovod has the setting too, its ``legacy`` name
-also sets the field. Names that have no effect are in ``names.NO_EFFECT``.
+``RINGDANCE_CHUNK_BYTES`` sets the field ``chunk_bytes``. If Horovod has an equivalent setting, its name
+(``legacy``) also sets the field. Horovod names that have no effect here are listed in ``names.NO_EFFECT``.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Setting:
-    """The declaration of one setting.
+    """The declaration of a setting.
 
     Attributes:
         name: Attribute of ``Settings``.
-        default: Value if nothing sets it.
+        default: Value if no variable sets it.
         parser: Converts text to a value.
         doc: Description in one sentence.
         unit: Unit of the value. Empty for words and switches.
@@ -62,7 +62,7 @@ def _switch(default: bool, doc: str, **more: Any) -> bool:
 
 @dataclass(frozen=True)
 class Settings:
-    """The values of all settings and their origins. Created by ``load()``, or directly in tests."""
+    """The values and origins of all settings. Created by ``load()``, or directly in tests."""
 
     # Batches
     fusion_threshold: int = _setting(

@@ -1,4 +1,4 @@
-"""Environment variables that are known but are not settings."""
+"""Environment variables that are recognized but are not settings."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ NO_EFFECT: dict[str, tuple[str, str]] = {
 }
 """Horovod settings that have no effect here, with either prefix: the default text and the reason."""
 
-# Only Horovod's launchers use these. Ringdance asks MPI instead.
+# Used only by Horovod's launchers. Ringdance gets this information from MPI.
 _LAUNCHER = """
 HOSTNAME GLOO_RENDEZVOUS_ADDR GLOO_RENDEZVOUS_PORT START_TIMEOUT SPARK_START_TIMEOUT
 SPARK_USE_LOCAL_RANK_GPU_INDEX SPARK_PYTHONPATH SPARK_WORK_DIR
 """
 
-# Horovod's build reads these. Nothing is compiled here.
+# Used when building Horovod. Ringdance does not compile anything.
 _BUILD = """
 WITH_TENSORFLOW WITH_PYTORCH WITH_MXNET WITH_MPI WITH_GLOO WITH_NVTX WITHOUT_TENSORFLOW WITHOUT_PYTORCH
 WITHOUT_MXNET WITHOUT_MPI WITHOUT_GLOO WITHOUT_NVTX GPU GPU_ALLREDUCE GPU_ALLGATHER
@@ -60,6 +60,6 @@ STARTED_BY = "RINGDANCE_JOB_RANK"
 # `ringdance search` passes facts to its trials in variables with this prefix.
 SEARCH_PREFIX = "RINGDANCE_SEARCH_"
 
-# Environment variables of common launchers for the rank of a process and the number of processes.
+# Environment variables in which common launchers pass each process its rank and the number of processes.
 RANK_NAMES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID", "MPI_LOCALRANKID")
 SIZE_NAMES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")

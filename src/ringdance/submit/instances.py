@@ -1,4 +1,4 @@
-"""Kinds of machines, with their prices: dated data, checked when read."""
+"""Machine types with their prices. The data are dated, and are validated when they are read."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ _FILE = Path(__file__).with_name("instances.toml")
 
 @dataclass(frozen=True)
 class Instance:
-    """A kind of machine.
+    """A machine type.
 
     Attributes:
         cores: Physical cores.
         gbits: Advertised network bandwidth, Gbit/s.
-        gpus: GPUs per machine; 0 if it trains on CPUs.
-        gpu: Name of the GPUs.
-        nvlink: GB/s that a GPU can send to the machine's other GPUs; 0 if they have only PCI Express.
+        gpus: Number of GPUs per machine, 0 for training on CPUs.
+        gpu: GPU model.
+        nvlink: Bandwidth in GB/s from one GPU to the others in the machine. 0 if there is only PCI Express.
         rdma: True if GPUs use the network without TCP.
-        tcp_gbits: Maximum that NCCL reaches over TCP, Gbit/s. NCCL uses one socket and one thread per
-            connection, unless NCCL_SOCKET_NTHREADS and NCCL_NSOCKS_PERTHREAD say more. Fitted, see
+        tcp_gbits: Maximum bandwidth of NCCL over TCP, Gbit/s. NCCL uses one socket and one thread per
+            connection, unless NCCL_SOCKET_NTHREADS and NCCL_NSOCKS_PERTHREAD are set. A fitted value, see
             docs/howto/troubleshooting/plan.md.
-        price: Dollars per hour; None if not known.
+        price: US dollars per hour, None if not known.
         as_of: Date of the price.
     """
 
@@ -52,10 +52,10 @@ del _KINDS["name"]  # comes from the table's key or the file's name
 
 
 def instance(name: str) -> Instance:
-    """Look up a kind of machine by name, or read it from a file whose name ends in .toml.
+    """Look up a machine type by name, or read it from a file if the name ends in .toml.
 
     Raises:
-        LaunchError: The name is not known, or the file is not valid.
+        LaunchError: The name is unknown, or the file is invalid.
     """
     if name.endswith(".toml"):
         return _instance(Path(name).stem, parsed(Path(name)), name)
@@ -71,13 +71,13 @@ def instance(name: str) -> Instance:
 
 @cache
 def instances() -> dict[str, Instance]:
-    """Return the kinds of machines that the package describes."""
+    """Return the machine types that are described in the package."""
     tables = parsed(_FILE)
     return {name: _instance(name, tables[name], str(_FILE)) for name in tables if name != "gpus"}
 
 
 def gpus_of(kind: str) -> int | None:
-    """Return the GPUs of an EC2 instance type; None if not known or if it has other accelerators."""
+    """Return the number of GPUs of an EC2 instance type. None if unknown, or if it has other accelerators."""
     if kind in instances():
         return instances()[kind].gpus
     return parsed(_FILE)["gpus"].get(kind, 0 if re.match(r"[cmrt]\d", kind) else None)

@@ -2,7 +2,7 @@
 
 Note [Options from fields]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~
-Each property of a job is declared once. A field declared with ``option`` holds its help text, its flags and
+Each property of a job is declared once. A field declared with ``option`` defines its help text, its flags and
 its valid values. ``add_options`` adds an argparse option for each such field, ``from_arguments`` creates the
 object from the parsed arguments, and ``check_options`` checks an object, however it was created.
 """
@@ -35,15 +35,15 @@ def option(
 
     Args:
         help: Help text. The default is appended.
-        default: Value of an option that is not set. False declares a flag without a value. ``list`` or
+        default: Value if the option is not set. False declares a flag that takes no value. ``list`` or
             ``dict`` declares an option that may be repeated.
         flags: Names of the option. Default: the field's name. A name without dashes is positional.
-        convert: Function that makes the field's value from the text, or from the list of texts.
+        convert: Converts the option's text, or list of texts, to the field's value.
         minimum: Smallest valid number.
-        pattern: Regular expression that the whole text must match.
-        form: Required form of the text, for the error message.
-        key: Position of the value in a request to a service.
-        **arguments: Further arguments of ``add_argument``.
+        pattern: Regular expression that must match the entire text.
+        form: Description of the required form, for the error message.
+        key: Path of the value in a request to a service.
+        **arguments: Further arguments for ``add_argument``.
     """
     if default is False:
         arguments["action"] = "store_true"
@@ -92,7 +92,7 @@ def check_options(job: Any) -> None:
     """Check the fields of ``job`` against their declarations.
 
     Raises:
-        LaunchError: A value is too small, not one of the choices, or not of the required form.
+        LaunchError: A value is too small, is not one of the choices, or does not have the required form.
     """
     for name, flag, known in _options(job):
         value, choices = getattr(job, name), known["arguments"].get("choices")

@@ -21,7 +21,7 @@ from ringdance.errors import ArgumentError, LaunchError, optional
 
 _Args = Sequence[Any] | None
 _Kwargs = Mapping[str, Any] | None
-_CLOSE_S = 5.0  # ranks get this long to exit on their own
+_CLOSE_S = 5.0  # time for ranks to exit on their own
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class RaySettings:
 
     Attributes:
         timeout_s: Seconds within which all ranks must start.
-        placement_group_timeout_s: Seconds within which the cluster must provide the resources.
+        placement_group_timeout_s: Seconds within which the cluster must allocate the resources.
     """
 
     timeout_s: float = 30.0
@@ -46,14 +46,14 @@ class RayExecutor:
         num_hosts: Number of nodes, each with ``num_workers_per_host`` ranks. Replaces ``num_workers``.
         num_workers_per_host: Ranks on each node. Used with ``num_hosts``.
         cpus_per_worker: Cores for each rank.
-        use_gpu: If True, ranks get GPUs.
+        use_gpu: If True, allocate GPUs for the ranks.
         gpus_per_worker: GPUs for each rank. Default: 1.
         use_current_placement_group: If True and the caller runs in a placement group, use its bundles.
         min_workers, max_workers, reset_limit, cooldown_range, elastic_timeout, override_discovery: Options
             for elastic training, which Ringdance does not support on Ray.
 
     Raises:
-        ValueError: Arguments exclude each other.
+        ValueError: Some arguments are mutually exclusive.
         NotImplementedError: ``min_workers`` is set.
         LaunchError: Ray is not installed.
     """
@@ -106,7 +106,7 @@ class RayExecutor:
         placement_group_timeout_s: float = 100,
         nics: Any = None,
     ) -> RaySettings:
-        """Create the settings of an executor. Parameters for ssh have no effect: ssh is not used.
+        """Create the settings for an executor. The ssh parameters have no effect, because ssh is not used.
 
         Args:
             timeout_s: Seconds within which all ranks must start.
@@ -156,7 +156,7 @@ class RayExecutor:
             options = actor.options(
                 num_cpus=self._cpus * workers,
                 num_gpus=self._gpus * workers,
-                # Enough for a call to each rank at the same time, next to the job itself.
+                # Enough for the job itself and concurrent calls to all ranks.
                 max_concurrency=2 * sum(self._bundles) + 8,
                 scheduling_strategy=strategy(group, placement_group_bundle_index=index),
             )
@@ -230,7 +230,7 @@ class RayExecutor:
     def _wait(self, references: list[Any]) -> list[Any]:
         """Wait for the results and return them.
 
-        The first failure shuts down all ranks: others may be waiting for the one that failed.
+        The first failure shuts down all ranks, because others may be waiting for the failed rank.
 
         Raises:
             LaunchError: A rank failed.
@@ -256,10 +256,10 @@ class RayExecutor:
             fn: Any function that cloudpickle can serialize.
             args: Positional arguments.
             kwargs: Keyword arguments.
-            callbacks: No effect. It belongs to elastic training.
+            callbacks: No effect. Used by Horovod for elastic training.
 
         Raises:
-            LaunchError: A rank failed; the message has its traceback. All ranks are shut down. Call
+            LaunchError: A rank failed. The message contains its traceback. All ranks are shut down. Call
                 ``start()`` to start them again.
         """
         return self._wait(self.run_remote(fn, args, kwargs))
@@ -267,7 +267,7 @@ class RayExecutor:
     def run_remote(
         self, fn: Callable[..., Any], args: _Args = None, kwargs: _Kwargs = None, callbacks: Any = None
     ) -> list[Any]:
-        """Start the calls of ``run`` without waiting. Returns Ray's references to the results by rank."""
+        """Like ``run``, but return immediately with Ray object references to the results, in rank order."""
         return self._all("run", _pack(fn, args, kwargs))
 
     def execute(self, fn: Callable[[Any], Any], callbacks: Any = None) -> list[Any]:
@@ -303,10 +303,10 @@ def _pack(fn: Callable[..., Any], args: _Args = None, kwargs: _Kwargs = None) ->
 
 
 def _fitting(bundles: Sequence[Mapping[str, float]], needs: Sequence[Mapping[str, float]]) -> list[int]:
-    """Return the index of a placement group's bundle for each need.
+    """Choose a bundle in the placement group for each entry of ``needs``. Returns the bundles' indices.
 
     Raises:
-        LaunchError: The bundles are too few or too small.
+        LaunchError: There are too few bundles, or they are too small.
     """
     chosen: list[int] = []
     for need in needs:

@@ -1,7 +1,8 @@
-"""Actors on the nodes of a Ray cluster. They start agents, and the first actor runs the job.
+"""Actors that run on the nodes of a Ray cluster.
 
-On every other node, the actor starts an agent, which connects to the first node over TCP (tcp.py) instead of
-ssh. The ranks (ray_rank.py) receive calls from their machine's actor over a socket in the job's directory.
+The first actor runs the job. On every other node, the actor starts an agent, which connects to the first node
+over TCP (tcp.py) instead of ssh. The ranks (ray_rank.py) receive calls from the actor on their machine over a
+socket in the job's directory.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ from ringdance.launch.spec import JobSpec
 from ringdance.submit.ray_rank import address
 
 _COMMAND = [sys.executable, "-m", "ringdance.submit.ray_rank"]
-_VERDICT_S = 6.0  # a job that has lost a rank ends within this time
+_VERDICT_S = 6.0  # time within which a job ends after losing a rank
 
 
 class Node:
-    """An actor that holds the resources of some ranks. The first on a machine serves all ranks there."""
+    """An actor that holds the resources for some ranks. A machine's first actor serves all ranks there."""
 
     def __init__(self) -> None:
         self._ranks: dict[int, tuple[Connection[Any, Any], threading.Lock]] = {}
@@ -57,15 +58,15 @@ class Node:
         """Run the job until all ranks have exited. Returns why it failed, or "".
 
         Args:
-            job: Job id.
-            hosts: Machines, each with its number of ranks.
-            peers: Actors of the machines, by host.
-            ip: Address at which the other machines reach this one.
+            job: Job ID.
+            hosts: Host names, each with its number of ranks.
+            peers: Actors on the machines, by host name.
+            ip: Address at which other machines can reach this one.
             timeout: Seconds within which all ranks must start.
         """
         ranks = sum(slots for _, slots in hosts)
-        # Do not forward the environment: the agents' connections are not encrypted, and Ray has already set
-        # its job's variables on each machine.
+        # Do not forward the environment: the connections to agents are not encrypted, and Ray has already set
+        # the job's variables on each machine.
         spec = JobSpec(
             _COMMAND, ranks=ranks, hosts=hosts, source="Ray", start_timeout=timeout, forward=False
         )
@@ -92,7 +93,7 @@ class Node:
     def connect_ranks(
         self, job: str, ranks: Sequence[int], setup: Mapping[str, Any], seconds: float
     ) -> list[int]:
-        """Wait until this machine's ranks listen, and send them ``setup``. Returns the ranks that do not."""
+        """Wait for this machine's ranks to listen, and send them ``setup``. Returns the missing ranks."""
         until, missing = time.monotonic() + seconds, list(ranks)
         directories = [host_directory(base, job) for base in bases(os.environ)]
         while missing and time.monotonic() < until and not self._over.is_set():
@@ -112,7 +113,8 @@ class Node:
         """Call a function on a rank of this machine and return its result.
 
         Raises:
-            LaunchError: The function raised (the message has its traceback), or the rank has died.
+            LaunchError: The function raised an exception, whose traceback is in the message, or the rank
+                died.
         """
         connection, lock = self._ranks[rank]
         host = os.uname().nodename

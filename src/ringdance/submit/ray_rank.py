@@ -1,4 +1,4 @@
-"""A rank of a job on Ray. It receives calls from its machine's actor, runs them one by one and answers.
+"""A rank in a job on Ray. It receives calls from the actor on its machine and executes them one at a time.
 
 ``python -m ringdance.submit.ray_rank`` listens in the job's directory. The actor's first message is
 ``{"environ", "path", "directory"}``. Each later message is ``{"kind", "call"}`` with a pickled function and
@@ -19,7 +19,7 @@ from ringdance.host.agent.rank import DIRECTORY
 
 
 def address(directory: str, rank: int | str) -> str:
-    """Return the path of a rank's socket in its job's directory."""
+    """Return the path of a rank's socket in the job's directory."""
     return os.path.join(directory, f"call.{rank}")
 
 
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def _do(call: dict[str, Any], instance: list[Any]) -> Any:
-    """Create the instance, call a function with the instance, or call a function without it."""
+    """Execute a call: create the instance, or call a function with or without the instance."""
     function, args, kwargs = pickle.loads(call["call"])
     if call["kind"] == "make":
         instance[0] = function(*args, **kwargs)

@@ -1,5 +1,5 @@
-"""The tools around a job: one package or module for each subcommand of ``ringdance``.
+"""Command-line tools: one package or module for each subcommand of ``ringdance``.
 
-``cli`` lists all subcommands. Tools look at machines, and at the files that a job wrote, from outside.
-Some of them start ranks to measure.
+``cli`` lists all subcommands. Most tools inspect machines and the files written by jobs without being part of
+a job. Some start ranks of their own to take measurements.
 """

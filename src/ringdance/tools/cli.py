@@ -1,4 +1,4 @@
-"""The command ``ringdance``, with a subcommand for each task in a shell."""
+"""The ``ringdance`` command and its subcommands."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ _COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line ``argv`` (by default this process's). Return the exit code."""
+    """Run the ``ringdance`` command and return the exit code. ``argv`` defaults to ``sys.argv[1:]``."""
     open_standard_streams()
     try:
         return _main(list(sys.argv[1:] if argv is None else argv))
@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(words: Sequence[str]) -> int:
-    # Everything after the command's name is parsed by the command itself, not here.
+    # Each subcommand parses its own arguments.
     known = {name: module for group in _COMMANDS.values() for name, (module, _) in group.items()}
     if not words or words[0] not in known:
         parser = _parser(known)
@@ -82,18 +82,19 @@ def _main(words: Sequence[str]) -> int:
 
 
 def open_standard_streams() -> None:
-    """Open standard streams that the caller closed (`>&-`), so that no other file gets their numbers."""
+    """Reopen closed standard streams (`>&-`) on /dev/null, so that no other file gets their descriptors."""
     for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(descriptor)
         except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest free number is this one
+            # open() returns the lowest free descriptor, which is the closed one.
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
         if getattr(sys, name) is None and descriptor:
             setattr(sys, name, open(descriptor, "w", closefd=False))  # noqa: SIM115
 
 
 def _look(ready: PreparedJob, say: Callable[[str], None]) -> None:
-    """Check the hosts of a job. Only jobs on several hosts pay for the import."""
+    """Check the hosts of a job. The import is deferred because only jobs on several hosts need it."""
     from ringdance.tools.doctor.preflight import check_hosts
 
     check_hosts(ready, say)
@@ -116,7 +117,7 @@ def _parser(known: Iterable[str]) -> argparse.ArgumentParser:
 
 
 def settings(argv: Sequence[str]) -> int:
-    """Run ``ringdance settings`` with the words after it. Return the exit code."""
+    """Run ``ringdance settings`` with the arguments ``argv``. Return the exit code."""
     parser = Parser(
         prog="ringdance settings",
         description="Show every setting as a script started from this shell would see it.",

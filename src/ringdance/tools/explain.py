@@ -1,4 +1,4 @@
-"""``ringdance explain``: show what each rank of a job does, and which rank holds the others up."""
+"""``ringdance explain``: show what each rank in a job is doing, and which rank is holding up the others."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ exit code: 0; 2 if the job does not exist
 """
 _SAMPLE_S = 0.2
 _MOST_WORKERS = 2
-_BEFORE = " without init()"  # suffix of a rank's progress until it calls init()
+_BEFORE = " without init()"  # appended to a rank's progress until it has called init()
 _WAITS = re.compile(r"core/(?:progress|transfers)\.py(?:\", line |:)\d+(?:\)| in wait\b)")
 
 
@@ -59,8 +59,8 @@ class _Rank:
     seconds: float = 0.0
     doing: str = ""
     stacks: str = ""
-    operation: str = ""  # full name of the operation it waits for
-    workers: list[str] = field(default_factory=list)  # what its forked processes do
+    operation: str = ""  # full name of the operation that the rank is waiting for
+    workers: list[str] = field(default_factory=list)  # what its forked processes are doing
 
     @property
     def who(self) -> str:
@@ -68,24 +68,24 @@ class _Rank:
 
     @property
     def frames(self) -> list[str]:
-        """Frames of the user's code in the rank's main thread, innermost first."""
+        """User code frames of the rank's main thread, innermost first."""
         return own_lines(main_frames(self.stacks))
 
     @property
     def place(self) -> str:
-        """Place in the user's code where the main thread is."""
+        """Location of the main thread in the user's code."""
         return f", at {place_of(self.frames)}" if self.frames else ""
 
     @property
     def action(self) -> str:
-        """What the main thread does and where, followed by the worker processes."""
+        """What the main thread is doing and where, followed by the worker processes."""
         others = [f"{len(self.workers) - _MOST_WORKERS} more do so"] * (len(self.workers) > _MOST_WORKERS)
         own = f"its main thread {self.doing or 'runs'}{self.place}"
         return "; ".join([own, *self.workers[:_MOST_WORKERS], *others])
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run ``ringdance explain`` with ``argv``, the words after it. Returns the exit code."""
+    """Run ``ringdance explain`` with the arguments ``argv``. Returns the exit code."""
     parser = Parser(
         prog="ringdance explain",
         description="Show what each rank of a job does, and which rank the others wait for.",
@@ -113,12 +113,12 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _ranks_here(target: str) -> list[_Rank]:
-    """Return the ranks on this host, for all jobs that ``target`` may mean."""
+    """Return the ranks on this host that belong to any job matching ``target``."""
     jobs: dict[str, list[_Rank]] = {}
     known = set()
     for pid in filter(str.isdigit, os.listdir("/proc") if os.path.isdir("/proc") else []):
         reader = open_ring(int(pid))
-        if reader is not None and reader.who.pid == int(pid) and reader.who.host:  # no host while in init()
+        if reader is not None and reader.who.pid == int(pid) and reader.who.host:  # no host during init()
             if (rank := _rank_of(reader)) is None:
                 continue
             known.add((rank.job, rank.number))
@@ -144,7 +144,7 @@ def _ranks_here(target: str) -> list[_Rank]:
 
 
 def _only_job(ranks: list[_Rank], target: str) -> list[_Rank]:
-    """Return the ranks in order if all belong to one job. Raises LaunchError."""
+    """Return the ranks in order. Raises LaunchError if they do not all belong to one job."""
     jobs = {rank.job for rank in ranks}
     if len(jobs) == 1:
         return sorted(ranks, key=lambda rank: rank.number)
@@ -165,7 +165,7 @@ def _only_job(ranks: list[_Rank], target: str) -> list[_Rank]:
 
 
 def _look_elsewhere(arguments: argparse.Namespace) -> list[_Rank]:
-    """Return the ranks on the hosts in the arguments. Reports hosts that do not answer on stderr."""
+    """Return the ranks on the hosts given in the arguments. Hosts that do not answer are named on stderr."""
     words = ["ringdance", "explain", "--json", *([arguments.target] if arguments.target else [])]
     with closing(host_set(arguments)) as hosts:
         hosts.connect(arguments.connect_timeout)
@@ -184,7 +184,7 @@ def _look_elsewhere(arguments: argparse.Namespace) -> list[_Rank]:
 
 
 def _rank_of(reader: RingReader) -> _Rank | None:
-    """Return the rank to which these records belong, or None if its process has just exited."""
+    """Return the rank that wrote these records, or None if its process has just exited."""
     number, host, pid = reader.who
     try:
         process = psutil.Process(pid)
@@ -207,7 +207,7 @@ def _is_below(pid: int, other: int) -> bool:
 
 
 def _look(ranks: list[_Rank]) -> list[_Rank]:
-    """Add what each rank does now. All ranks must be on this host."""
+    """Add what each rank is doing now. All ranks must be on this host."""
     samples = {rank.pid: sample_cpu(rank.pid) for rank in ranks}
     time.sleep(_SAMPLE_S if ranks else 0.0)
     for rank in ranks:
@@ -223,7 +223,7 @@ def _look(ranks: list[_Rank]) -> list[_Rank]:
 
 
 def _look_at_workers(rank: _Rank) -> None:
-    """Add what a rank's forked processes, such as a data loader's workers, do in the user's code."""
+    """Add what a rank's forked processes, such as data loader workers, are doing in the user's code."""
     with suppress(psutil.Error):  # the process has just exited
         for child in psutil.Process(rank.pid).children():
             stacks = stacks_of(child.pid)
@@ -258,7 +258,7 @@ def _culprit(ranks: list[_Rank], missing: list[int]) -> str:
         others = f"Ranks {numbers} wait" if len(waiting) > 1 else f"Rank {numbers} waits"
         return f"{others} for {'; and for '.join(f'{rank.who}: {rank.action}' for rank in late)}."
     names = Counter((rank.operation, rank.waits_for) for rank in waiting)
-    alike = len({label for _, label in names}) < len(names)  # then only their full names differ
+    alike = len({label for _, label in names}) < len(names)  # labels collide, so show full names
 
     def said(name: tuple[str, str]) -> str:
         return f"'{name[1]}'" + f" ({name[0]})" * (alike and name[0] != name[1])

@@ -1,1 +1,1 @@
-"""Jobs in the background: start, show, attach to and stop them."""
+"""Background jobs: start, list, attach to and stop them."""

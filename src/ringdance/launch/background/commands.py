@@ -1,4 +1,4 @@
-"""Run ``ringdance status``, ``attach`` and ``stop``: the commands for jobs in the background."""
+"""``ringdance status``, ``attach`` and ``stop``: the commands for background jobs."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _status(arguments: argparse.Namespace) -> int:
         print(json.dumps(entries, indent=2))
     elif selected:
         text = "\n".join(table([_HEAD, *map(_row, selected)]))
-        print(text.encode(errors="backslashreplace").decode())  # words may not be UTF-8
+        print(text.encode(errors="backslashreplace").decode())  # arguments may not be UTF-8
     else:
         print("no jobs; `ringdance run --detach` starts one in the background")
     return (selected[0].code or int(selected[0].state == "lost")) if arguments.job else 0
@@ -100,7 +100,8 @@ def _attach(arguments: argparse.Namespace) -> int:
     try:
         while not ended:
             ended = record.over
-            # NFS shows everything that another machine has written only to processes that open a file later.
+            # Reopen the file each time: on NFS, only a newly opened file is sure to show everything that
+            # another machine has written (close-to-open consistency).
             with open(record.directory / "log", "rb") as log:
                 log.seek(at)
                 while data := log.read(1 << 20):
@@ -120,7 +121,7 @@ def _attach(arguments: argparse.Namespace) -> int:
 
 
 def _stop(arguments: argparse.Namespace) -> int:
-    """Send SIGTERM, then SIGINT, which makes the launcher end the ranks at once, then SIGKILL."""
+    """Send SIGTERM, then SIGINT, on which the launcher ends the ranks immediately, then SIGKILL."""
     running = [record for record in records.load_all() if record.state == "running"]
     if not arguments.job and len(running) != 1:
         jobs = "\n  ".join(["several jobs are running. Specify one:", *(record.about for record in running)])
@@ -132,7 +133,7 @@ def _stop(arguments: argparse.Namespace) -> int:
     for number, seconds, after in (
         (signal.SIGTERM, grace, "has ended"),
         (signal.SIGINT, _KILL_S, f"was killed after {grace:g} s"),
-        (signal.SIGKILL, _KILL_S, "was killed, with its launcher"),  # the agents end the ranks
+        (signal.SIGKILL, _KILL_S, "was killed, with its launcher"),  # agents then end the ranks
     ):
         if record.state != "running":
             break
@@ -151,7 +152,7 @@ def _stop(arguments: argparse.Namespace) -> int:
     return 0
 
 
-# Each takes the words after its name and returns the exit code.
+# Each takes the command-line arguments after its name and returns the exit code.
 status = partial(_run, "status", _status)
 attach = partial(_run, "attach", _attach)
 stop = partial(_run, "stop", _stop)

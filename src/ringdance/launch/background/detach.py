@@ -1,6 +1,7 @@
 """Run the launcher in the background, in its own session (``ringdance run --detach``).
 
-It writes to the terminal until the hosts are checked and the job has a record, then to the job's log.
+The launcher writes to the terminal until the hosts have been checked and the job has a record. From then on
+it writes to the job's log.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ def start(spec: JobSpec, check: Check, log: Log) -> int:
 
     Args:
         spec: The job.
-        check: Checks its hosts.
-        log: Shows a line to the user.
+        check: Checks the job's hosts.
+        log: Called with each line to show to the user.
     """
     sys.stdout.flush()
     read, write = os.pipe()
@@ -66,7 +67,7 @@ def _background(spec: JobSpec, check: Check, log: Log, pipe: int) -> int:
     except BaseException:
         prepared.close()
         raise
-    with contextlib.suppress(BrokenPipeError):  # the parent has been killed, but the job continues
+    with contextlib.suppress(BrokenPipeError):  # the parent was killed, but the job continues
         os.write(pipe, job.id.encode())
     os.close(pipe)
     code = 1
@@ -74,6 +75,6 @@ def _background(spec: JobSpec, check: Check, log: Log, pipe: int) -> int:
         code = as_program("ringdance run", lambda: show_outcome(job.run(), prepared, screen))
     finally:
         with contextlib.suppress(OSError):
-            os.fsync(1)  # so that another machine that sees the end sees all of the output
+            os.fsync(1)  # so that other machines see all output before they see the job's end
         replace(record, ended=time.time(), code=code).write()
     return code

@@ -1,6 +1,6 @@
 """Records of jobs that run in the background, each in a private directory.
 
-``job.json`` holds the ``Record``, ``log`` the job's output.
+``job.json`` contains the ``Record``, and ``log`` the job's output.
 """
 
 from __future__ import annotations
@@ -23,25 +23,26 @@ from ringdance.host.system.machine import identity, in_home
 
 _KEPT = 50  # number of records of ended jobs to keep
 _OLD_S = 90 * 86400.0
-_SIZE = 4096  # records are padded with blanks, so that noting a job's end takes no further disk space
-_SHORTEST = 4  # minimum number of digits of a job's ID that a user must give
+_SIZE = 4096  # records are padded to this size, so that recording a job's end needs no further disk space
+_SHORTEST = 4  # minimum length of a job ID prefix on the command line
 
 
 @dataclass(frozen=True)
 class Record:
-    """A job in the background.
+    """The record of a background job.
 
     Attributes:
-        job: Its ID.
-        command: Its program and arguments.
-        hosts: Numbers of ranks by host name.
-        cwd: Directory in which it was started.
+        job: Job ID.
+        command: The program and its arguments.
+        hosts: Number of ranks by host name.
+        cwd: Directory in which the job was started.
         launcher_host, machine: Name and identity of the launcher's machine.
-        pid, pid_start: Process ID of its launcher, and a start time that tells it from later processes.
-        began: Start of the job, seconds since the epoch.
-        ended: End of the job, seconds since the epoch, or None.
-        code: Its exit code, or None.
-        grace: Seconds that ``ringdance stop`` gives its ranks.
+        pid, pid_start: Process ID and start time of the launcher. Together they identify the process even
+            if the ID is reused.
+        began: Start of the job in seconds since the epoch.
+        ended: End of the job in seconds since the epoch, None until then.
+        code: Exit code of the job, None until the job has ended.
+        grace: Seconds that ranks have to exit after ``ringdance stop``.
     """
 
     job: str
@@ -59,7 +60,7 @@ class Record:
 
     @property
     def short(self) -> str:
-        """First digits of its ID, for display."""
+        """First digits of the job ID, for display."""
         return self.job[:8]
 
     @property
@@ -69,19 +70,19 @@ class Record:
 
     @property
     def state(self) -> str:
-        """Its current state: running, ended, lost (launcher killed), or elsewhere (on another machine)."""
+        """State of the job: running, ended, lost (launcher killed), or elsewhere (on another machine)."""
         if self.ended is not None:
             return "ended"
         if self.machine == identity() and linux.start_of(self.pid) == self.pid_start:
             return "running"
         if self.reload().ended is not None:
             return "ended"
-        # Machines may share the directory. After a restart, a machine has the same name but another identity.
+        # Machines may share the directory. After a reboot, a machine has the same name but a new identity.
         return "lost" if self.launcher_host == os.uname().nodename else "elsewhere"
 
     @property
     def about(self) -> str:
-        """The job in one line: ID, ranks, age, directory and command."""
+        """One-line description of the job: ID, ranks, age, directory and command."""
         seconds = time.time() - self.began
         age = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min" if seconds < 7200 else ""
         age = age or f"{seconds / 3600:.0f} h"
@@ -90,7 +91,7 @@ class Record:
 
     @property
     def over(self) -> bool:
-        """True if it is no longer running, as far as this machine can tell."""
+        """True if the job is no longer running, as far as this machine can tell."""
         return self.state in ("ended", "lost")
 
     @property
@@ -103,7 +104,7 @@ class Record:
         return _load(self.directory) or self
 
     def write(self) -> None:
-        """Write the record atomically. If the disk is full by then, overwrite the existing record."""
+        """Write the record atomically, or if the disk is full, overwrite the existing record in place."""
         path, text = self.directory / "job.json", json.dumps(asdict(self)).ljust(_SIZE)
         try:
             with whole_text(path) as file:
@@ -132,10 +133,10 @@ def base() -> Path:
 
 
 def create(job: str, command: list[str], hosts: dict[str, int], grace: float = 30.0) -> Record:
-    """Create the record of this process's job, and redirect this process's stdout and stderr to its log.
+    """Create a record for this process's job, and redirect this process's stdout and stderr to the job's log.
 
     Raises:
-        LaunchError: Its directory cannot be created.
+        LaunchError: The job's directory cannot be created.
     """
     pid, machine = os.getpid(), (os.uname().nodename, identity())
     began = linux.start_of(pid), time.time()
@@ -148,7 +149,7 @@ def create(job: str, command: list[str], hosts: dict[str, int], grace: float = 3
         _redirect(os.open(record.directory / "log", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600), 1, 2)
     except OSError as error:
         raise LaunchError(f"cannot create {record.directory}: {error.strerror}") from None
-    # A job in state "lost" may be running on another machine of this name that shares the directory.
+    # A job in state "lost" may be running on another machine with the same name that shares the directory.
     gone = time.time() - _OLD_S
     done = [old for old in load_all() if old.ended or (old.began < gone and old.state != "running")]
     for old in done[:-_KEPT]:
@@ -163,14 +164,14 @@ def load_all() -> list[Record]:
 
 
 def _environ_of(process: Any) -> dict[str, str]:
-    """Return a process's environment, empty if the process has exited or is another user's, such as sshd."""
+    """Return a process's environment. It is empty if the process has exited or belongs to another user."""
     with contextlib.suppress(Exception):
         return dict(process.environ())
     return {}
 
 
 def rank_processes() -> Iterator[tuple[Any, dict[str, str]]]:
-    """Yield the ``psutil.Process`` and the environment of each rank of any job that runs here."""
+    """Yield the ``psutil.Process`` and the environment of every rank running here, for all jobs."""
     import psutil  # imported late, because the launcher starts without it
 
     for process in psutil.process_iter():
@@ -182,9 +183,9 @@ def rank_processes() -> Iterator[tuple[Any, dict[str, str]]]:
 
 
 def without_record() -> list[Record]:
-    """Return the jobs without a record that have ranks here: in the foreground, or from other hosts.
+    """Return jobs that have ranks here but no record: foreground jobs, or jobs started on other hosts.
 
-    Their ``pid`` is the process that started the job here. ``command`` and ``cwd`` come from a rank.
+    ``pid`` is the process that started the job's ranks here. ``command`` and ``cwd`` are those of a rank.
     """
     known, unrecorded = {record.job for record in load_all()}, dict[str, Record]()
     for process, environ in rank_processes():
@@ -203,10 +204,10 @@ def without_record() -> list[Record]:
 
 
 def find(name: str = "") -> Record:
-    """Return the job whose ID starts with ``name``. By default the newest running job, or else the newest.
+    """Return the job whose ID starts with ``name``. Default: the newest running job, or else the newest job.
 
     Raises:
-        LaunchError: No job matches, or more than one.
+        LaunchError: No job matches, or more than one does.
     """
     known = load_all()
     if not name:

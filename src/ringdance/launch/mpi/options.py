@@ -27,7 +27,7 @@ class MpiexecRequest:
         mpi: The MPI library.
         hosts: Hosts with their ranks.
         root: True if the user is root.
-        binding: The user's options that replace the default of binding ranks to no cores, or None.
+        binding: The user's binding options, or None for the default of not binding ranks to cores.
         more: Further options from the user, which override the defaults.
         networks: Networks that connect the hosts.
         infiniband: True if any host has InfiniBand.
@@ -45,9 +45,9 @@ class MpiexecRequest:
 
     @property
     def include(self) -> str:
-        """Networks to use, by interface if the names are the same on all hosts, otherwise by address.
+        """Networks to use, as interface names if these are the same on all hosts, otherwise as subnets.
 
-        Open MPI does not accept IPv6 addresses here, and must detect these networks itself.
+        Empty for IPv6 subnets: Open MPI does not accept these, and must detect the networks itself.
         """
         if names := same_interfaces(self.hosts):
             return ",".join(names)
@@ -55,22 +55,22 @@ class MpiexecRequest:
 
     @property
     def multi_host(self) -> bool:
-        """True if other hosts have ranks."""
+        """True if any ranks run on other hosts."""
         return not all(host.local for host in self.hosts)
 
 
 def host_label(host: Host, number: int) -> str:
-    """Return a host's name for mpiexec: any label without colons, unlike an IPv6 address."""
+    """Return the name by which mpiexec refers to a host. It must not contain colons, as in IPv6 addresses."""
     return f"host{number}" if ":" in host.name else host.name
 
 
 def _host_list(hosts: Sequence[Host], separator: str) -> str:
-    """Return the hosts' labels with their numbers of ranks: ``h1:2,h2:2``."""
+    """Return the hosts' labels and numbers of ranks: ``h1:2,h2:2``."""
     return separator.join(f"{host_label(host, n)}:{len(host.ranks)}" for n, host in enumerate(hosts))
 
 
 def machine_file(hosts: Sequence[Host], family: str) -> str:
-    """Return the text of the machine file: a line per host for Intel MPI, per rank for Open MPI 4."""
+    """Return the text of the machine file: one line per host for Intel MPI, one per rank for Open MPI 4."""
     if family == "intel":
         return _host_list(hosts, "\n") + "\n"
     return "".join(f"{host_label(host, n)}\n" * len(host.ranks) for n, host in enumerate(hosts))
@@ -87,7 +87,7 @@ def mpiexec_options(request: MpiexecRequest) -> tuple[list[str], dict[str, str]]
         for name, *values in reversed(defaults):
             if name not in own:
                 fixed[:0] = [name, *values]
-    # If the user sets a parameter with an option, the variable would set it a second time.
+    # If the user sets a parameter with an option, drop our variable, which would set it a second time.
     for name in [f"OMPI_MCA_{own[at + 1]}" for at, word in enumerate(own[:-1]) if word == "--mca"]:
         variables.pop(name, None)
         if name == "OMPI_MCA_btl_tcp_if_exclude":  # Open MPI accepts only one of the two
@@ -101,21 +101,22 @@ _Options = tuple[list[list[str]], list[str], dict[str, str]]
 
 def _openmpi(request: MpiexecRequest) -> _Options:
     # Always --oversubscribe: mpiexec counts physical cores, regardless of affinity mask and hyperthreads. In
-    # the ranks, its only effect is that idle ones yield, which is desirable anyway.
+    # the ranks, its only effect is that idle ranks yield their core, which is desirable anyway.
     fixed = ["--oversubscribe", "--mca", "mpi_yield_when_idle", "1"]
     # The UCX window component prints an error when a shared window is created without its hardware.
     variables = {"OMPI_MCA_osc": "^ucx", "PMIX_MCA_psec": "native"}
-    # One machine needs only shared memory, and probing network hardware adds a second to MPI_Init. This is a
-    # list of exclusions because the shared-memory component is vader in Open MPI 4 and sm in later versions.
+    # On one machine, shared memory is sufficient, and probing network hardware would add a second to
+    # MPI_Init. Exclude the network components instead of naming the shared-memory component, which is vader
+    # in Open MPI 4 and sm in later versions.
     if request.small_shm and not request.multi_host:
         variables |= {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "self,tcp", "OMPI_MCA_btl_tcp_if_include": "lo"}
     elif not request.multi_host:
         variables |= {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "^tcp,openib,ofi,uct,usnic,ugni,portals4"}
-    if not request.multi_host:  # otherwise it would start a daemon on each host of a scheduler's allocation
+    if not request.multi_host:  # otherwise mpiexec would start a daemon on each host in an allocation
         fixed += ["--mca" if request.mpi.major == 4 else "--prtemca", "ras", _OTHER_SCHEDULERS]
     else:
         fixed += _openmpi_launch(request)
-        # A single TCP connection does not send and receive at the same time.
+        # Over a single TCP connection, Open MPI does not send and receive at the same time.
         variables["OMPI_MCA_btl_tcp_links"] = "4"
         excluded = ["sm", "vader"] if request.small_shm else []
         if not request.infiniband:
@@ -138,15 +139,16 @@ def _openmpi(request: MpiexecRequest) -> _Options:
 
 
 def _openmpi_launch(request: MpiexecRequest) -> list[str]:
-    """Return options for starting the daemons through our agents, with any scheduler."""
+    """Return options that start the daemons through our agents, whatever the scheduler."""
     if request.mpi.major == 4:
         option, remote, prefix, oob = "--mca", "rsh", "orte", "oob_tcp"
     else:
         option, remote, prefix, oob = "--prtemca", "ssh", "prte", "prte"
     words = ["--host", _host_list(request.hosts, ",")]
     if request.mpi.major == 4:
-        # Open MPI 4 would start with its own host, wherever that is in the list. So each rank has a line in a
-        # file. The mapper by lines also opens the default host file, which does not exist everywhere.
+        # Open MPI 4 would place the first ranks on the local host, wherever it is in the list. So list every
+        # rank on a line in a file. The mapper for such files also opens the default host file, which may not
+        # exist, so name our file as the default.
         words = ["--hostfile", MACHINE_FILE, option, "orte_default_hostfile", MACHINE_FILE]
     for name, value in (
         ("plm", remote),
@@ -169,19 +171,20 @@ def _hydra(request: MpiexecRequest) -> _Options:
     defaults = [] if intel else [["-bind-to", "none"]]
     launcher = "-bootstrap" if intel else "-launcher"
     if not request.multi_host:
-        # Ranks open listening sockets on these immediately, although no other host connects.
+        # Use loopback only: ranks open listening sockets at startup, although no other host will connect.
         return defaults, [launcher, "fork"], variables | {"UCX_NET_DEVICES": "lo", "FI_TCP_IFACE": "lo"}
-    # Ranks get the environment of their host's daemon, because Hydra would send its own unencrypted.
+    # Ranks inherit the environment of the daemon on their host (-genvnone). Otherwise Hydra would send
+    # mpiexec's environment unencrypted.
     if intel:  # its -hosts does not accept numbers of ranks
         fixed = [launcher, "ssh", f"{launcher}-exec", RSH_SHIM, "-genvnone", "-machinefile", MACHINE_FILE]
         fixed += ["-v6"] if request.networks.ipv6 else []
     else:
-        # Through a shell, because /tmp may be mounted noexec. The script's path is in session_environment().
-        # With the launcher "ssh", Hydra would insert -x as the first argument.
+        # Run the script through a shell, because /tmp may be mounted noexec. session_environment() sets the
+        # script's path. With the launcher "ssh" instead of "rsh", Hydra would insert -x as first argument.
         fixed = [launcher, "rsh", f"{launcher}-exec", "/bin/sh", "-genvnone"]
         fixed += ["-hosts", _host_list(request.hosts, ",")]
     names = {interface for host in request.hosts for interface in host.interfaces}
-    if len(names) == 1:  # Hydra accepts one name, the same on all hosts
+    if len(names) == 1:  # Hydra accepts one name, used on all hosts
         (name,) = names
         fixed += ["-iface", name]
         variables["FI_TCP_IFACE"] = name
@@ -205,7 +208,7 @@ def session_environment(family: str, directory: str, shared: str) -> dict[str, s
         directory: The job's directory.
         shared: The job's directory in shared memory, or "" if it has none.
     """
-    if family != "openmpi":  # other libraries' files cannot be moved, but cleanup.py finds them
+    if family != "openmpi":  # other libraries' files cannot be moved; cleanup.py removes them
         return {"HYDRA_LAUNCHER_EXTRA_ARGS": os.path.join(directory, "ssh")} if family == "mpich" else {}
     variables = {"PRTE_MCA_prte_tmpdir_base": directory, "OMPI_MCA_orte_tmpdir_base": directory}
     if shared:

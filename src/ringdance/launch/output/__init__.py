@@ -1,1 +1,1 @@
-"""Output of ranks and mpiexec: shown on the terminal, copied to files, and merged."""
+"""Output from ranks and mpiexec: show it on the terminal, merge it, and copy it to files."""

@@ -1,4 +1,4 @@
-"""Collect what ranks leave in the job's directory on their hosts: results of ``ringdance.run``, output."""
+"""Collect the files that ranks write to the job's directory on their hosts: results and output files."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ _OPEN = 200  # maximum number of open files
 
 
 class OutputDirectory:
-    """The directory of ``--output-filename``, and what other hosts send for it. See ``_locked()``.
+    """The directory for ``--output-filename``, including the files that other hosts send for it.
+
+    The directory is locked (see ``_locked()``).
 
     Args:
-        path: Path of the directory, which is created. Files of an earlier job are removed. "" for none.
-        timeline: Path of the timeline that another host may send.
-        show: Shows a line about any problem.
+        path: Path of the directory, "" for none. It is created, and files from an earlier job are removed.
+        timeline: Path for the timeline, which another host may send.
+        show: Called with a line about any problem.
 
     Raises:
         LaunchError: The directory cannot be created, or another job holds the lock.
@@ -42,7 +44,7 @@ class OutputDirectory:
             raise LaunchError(f"--output-filename {path}: {error.strerror}") from None
 
     def take(self, name: str, data: bytes) -> bool:
-        """Append part of another host's file. Returns False if the file does not belong here."""
+        """Append part of a file sent by another host. Returns False if the file does not belong here."""
         timeline = name.startswith(TIMELINE)
         if not timeline and not name.startswith(f"{OUTPUT}/"):
             return False
@@ -75,7 +77,7 @@ class Results:
         self._files: dict[str, BinaryIO] = {}
 
     def take(self, directory: str, name: str, data: bytes, last: bool) -> None:
-        """Append a chunk to another host's file in the directory. ``last`` completes the file.
+        """Append a chunk to a file sent by another host. ``last`` is True for the file's last chunk.
 
         Raises:
             LaunchError: There is not enough space.
@@ -93,10 +95,10 @@ class Results:
             ) from None
 
     def keep(self, directory: str) -> None:
-        """Open all complete files, so that they stay readable after the directory is removed."""
+        """Open all complete files, so that they remain readable after the directory is removed."""
         self.kept = True
         for path in Path(directory).glob("result.*.pkl"):
-            # With this many ranks, each result is small enough for memory.
+            # With this many ranks, assume that each result is small enough to be kept in memory.
             many = len(self._files) >= _OPEN
             self._files[path.name] = io.BytesIO(path.read_bytes()) if many else path.open("rb")
 
@@ -121,10 +123,12 @@ class Results:
 
 
 def _locked(directory: str) -> int:
-    """Open and lock an output directory, so that no other job writes to it if the file system has locks.
+    """Open and lock an output directory, so that no other job writes to it.
+
+    Has no effect on file systems that do not support locks.
 
     Returns:
-        The descriptor, which holds the lock.
+        The file descriptor that holds the lock.
 
     Raises:
         LaunchError: Another job holds the lock.
@@ -135,6 +139,6 @@ def _locked(directory: str) -> int:
     except BlockingIOError:
         os.close(opened)
         raise LaunchError(f"--output-filename {directory}: another job is writing its output there") from None
-    except OSError:  # a file system without locks
+    except OSError:  # the file system does not support locks
         pass
     return opened

@@ -1,4 +1,4 @@
-"""Share the launcher's stdout and stderr among the ranks without joining unfinished lines."""
+"""Share the launcher's stdout and stderr among the ranks without mixing their unfinished lines."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 class Screen:
     """The launcher's stdout and stderr, shared by the ranks.
 
-    On a terminal, output that ends in a carriage return (a progress bar) stays on a separate line for each
-    rank, below all other lines. In files and pipes, output after another rank's unfinished line starts on a
-    new line.
+    On a terminal, output that ends in a carriage return (a progress bar) is shown on a separate line for each
+    rank, below all other lines. In files and pipes, a newline is inserted if a rank writes after another
+    rank's unfinished line.
 
     Args:
-        sinks: Sinks for stdout and stderr. One that fails, except with BrokenPipeError, is not used again.
-        terminals: For each, True if it is a terminal with ANSI escapes. If both are, they are the same one.
+        sinks: Sinks for stdout and stderr. A sink that fails, except with BrokenPipeError, is not used again.
+        terminals: For each sink, True if it is a terminal that supports ANSI escapes. If both are terminals,
+            they must be the same terminal.
     """
 
     def __init__(self, sinks: tuple[Sink, Sink], terminals: Sequence[bool] = (False, False)) -> None:
@@ -32,7 +33,7 @@ class Screen:
         self._sinks, self._terminals = (out, err), terminals
         self._begun: dict[int, int] = {}  # by stream: the rank that wrote the unfinished line
         self._bars: dict[tuple[int, int], bytes] = {}  # by rank and stream
-        self._drawn = 0  # lines of bars on the terminal, above the cursor
+        self._drawn = 0  # number of lines with bars on the terminal, above the cursor
 
     def of(self, stream: int, rank: int = LAUNCHER) -> Sink:
         """Return the sink for a rank's output on a stream: 0 for stdout, 1 for stderr."""
@@ -40,7 +41,7 @@ class Screen:
         return lambda data: show(stream, rank, data)
 
     def show(self, text: str) -> None:
-        """Show a line of the launcher on stderr."""
+        """Show a line from the launcher on stderr."""
         self.of(1)(f"ringdance: {text}\n".encode())
 
     def _join(self, stream: int, rank: int, data: bytes) -> None:
@@ -70,18 +71,18 @@ class Screen:
 
 
 def _last(line: bytes) -> bytes:
-    """Return the part of a line with carriage returns that a terminal shows."""
+    """Return the part of a line containing carriage returns that remains visible on a terminal."""
     return line.rstrip(b"\r").rpartition(b"\r")[2]
 
 
 def _cut(bar: bytes, columns: int) -> bytes:
-    """Cut a bar to one line, because text that wraps to the next line could not be erased."""
+    """Truncate a bar to one line, because text that wraps to the next line could not be erased."""
     text = _ESCAPES.sub("", bar.decode(errors="replace"))
     return bar if len(text) < columns else text[: columns - 1].encode()
 
 
 def _size(descriptor: int) -> tuple[int, int]:
-    """Return columns and rows. A pseudo-terminal may report 0."""
+    """Return the terminal's columns and rows, with defaults if a pseudo-terminal reports 0."""
     try:
         columns, rows = os.get_terminal_size(descriptor)
     except OSError:

@@ -1,8 +1,8 @@
-"""Show the ranks' output on one terminal, line by line with the rank, and copy it to files.
+"""Show the ranks' output on one terminal, with each line prefixed by its rank, and copy it to files.
 
-A line from rank 1 becomes ``[1] text`` on the stream to which the rank wrote it; ``Style`` has other formats.
-Lines of one stream keep their order, and an unfinished last line gets a newline. A carriage return also ends
-a line, so that progress bars stay readable.
+By default, a line from rank 1 becomes ``[1] text`` on the stream to which the rank wrote it. ``Style``
+defines other formats. The order of lines within a stream is preserved, and a newline is appended to an
+unfinished last line. A carriage return also ends a line, so that progress bars stay readable.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ringdance.launch.cause import MARK, OUTCOME_FILE, Cause, parse_mark
 Sink = Callable[[bytes], None]
 
 _LONGEST = 8 << 20
-# Start of an uncaught exception's traceback, and of faulthandler's for a fatal signal.
+# First lines of the traceback of an uncaught exception, and of faulthandler's dump after a fatal signal.
 _TRACEBACKS = (b"Traceback (most recent call last):", b"Fatal Python error: ")
 _LOST_PEER = re.compile(rb"NBC_Progress: an error -?\d+ was found|Error in NBC_Start_round")
 """Printed by Open MPI when a peer has died, sometimes followed by an empty line. The error says more."""
@@ -44,7 +44,7 @@ def write_all(descriptor: int) -> Sink:
         while view:
             try:
                 view = view[os.write(descriptor, view) :]
-            except BlockingIOError:  # set by another process that shares the pipe or terminal
+            except BlockingIOError:  # O_NONBLOCK was set by a process sharing the pipe or terminal
                 select.select([], [descriptor], [])
 
     return write
@@ -56,7 +56,7 @@ def guarded(name: str, sink: Sink, warn: Sink) -> Sink:
     Args:
         name: Name of the file or stream, for the warning.
         sink: The sink to guard. A BrokenPipeError from it is raised.
-        warn: Receives the line of the warning.
+        warn: Sink for the warning.
     """
     failed = False
 
@@ -86,7 +86,7 @@ class Lines:
         self._size = 0
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Return complete lines with their ends. Data over 8 MiB without an end count as a line."""
+        """Return the complete lines with their ends. More than 8 MiB without a line end count as a line."""
         # A carriage return at the end of the data may be the first half of "\\r\\n".
         until = len(data) - data.endswith(b"\r")
         cut = max(data.rfind(b"\n", 0, until), data.rfind(b"\r", 0, until)) + 1
@@ -108,13 +108,14 @@ class Lines:
 
 @dataclass(frozen=True)
 class Style:
-    """Format of the ranks' lines.
+    """Format of the ranks' output lines.
 
     Attributes:
-        prefix: Text before each line. ``{rank}``, ``{host}``, ``{stream}`` (stdout or stderr) are filled in.
+        prefix: Text before each line, in which ``{rank}``, ``{host}`` and ``{stream}`` (stdout or stderr) are
+            replaced.
         clock: If True, the local time precedes the prefix.
-        closes: If True, an unfinished last line gets a newline.
-        colour: SGR number of the prefix's color on the launcher's stream, 0 for none.
+        closes: If True, a newline is appended to an unfinished last line.
+        colour: ANSI (SGR) color number for the prefix on the launcher's stream, 0 for none.
         json: If True, each line becomes a JSON object that starts with the prefix.
     """
 
@@ -133,11 +134,11 @@ class Stream:
     """One output stream of a rank.
 
     Args:
-        sink: The launcher's stream.
-        style: Format of the lines, with the prefix filled in.
-        file: Receives a copy, if not None.
-        holds: If True, hold back tracebacks and parse lines with a cause's mark (stderr).
-        warn: Receives a line if the copy cannot be written. Default: ``sink``.
+        sink: Sink for the launcher's stream.
+        style: Format of the lines, with placeholders in the prefix already replaced.
+        file: Receives a copy of the output if not None.
+        holds: If True, hold back tracebacks and parse marked lines that report a cause (for stderr).
+        warn: Sink for a warning if the copy cannot be written. Default: ``sink``.
     """
 
     def __init__(
@@ -201,13 +202,13 @@ class Stream:
             self._sink(b"".join(map(self._dress, lines)))
 
     def drop(self, shown: str) -> None:
-        """Show the lines that were held back, except those in a text that is shown elsewhere."""
+        """Show the lines that were held back, except those contained in ``shown``, a text shown elsewhere."""
         lines = {line.strip() for line in shown.splitlines()}
         self.held = [line for line in self.held if line.decode(errors="replace").strip() not in lines]
         self.release()
 
     def last_words(self) -> str:
-        """Return the traceback that is held back, or ""."""
+        """Return the traceback that is being held back, or ""."""
         return b"".join(self.held).decode(errors="replace").rstrip()
 
     def last_line(self) -> str:
@@ -215,7 +216,7 @@ class Stream:
         return self._last.decode(errors="replace").strip()
 
     def end(self) -> None:
-        """Show and copy the last line, and close the file."""
+        """Show and copy an unfinished last line, and close the file."""
         end = b"\n" if self._style.closes else b""
         self._take([line if line.endswith(b"\r") else line + end for line in self._lines.end()])
         if self._file:
@@ -226,7 +227,7 @@ class Stream:
 def make_streams(
     rank: int, ranks: int, host: str, sinks: tuple[Sink, Sink], style: Style, directory: str
 ) -> list[Stream]:
-    """Create the stdout and stderr of a rank.
+    """Create the streams for a rank's stdout and stderr.
 
     Raises:
         OSError: The rank's files in ``directory`` cannot be created.
@@ -248,7 +249,7 @@ def open_files(directory: Path, rank: int, ranks: int) -> tuple[BinaryIO, Binary
     """Open ``directory/rank.<r>/stdout`` and ``stderr``, with r zero-padded to the highest rank's width.
 
     Raises:
-        OSError: They cannot be created.
+        OSError: The files cannot be created.
     """
     own = directory / f"rank.{rank:0{len(str(ranks - 1))}d}"
     own.mkdir(parents=True, exist_ok=True)
@@ -260,7 +261,7 @@ def remove_left(directory: Path) -> None:
     """Remove an earlier job's files from an output directory, so that they are not mistaken for this job's.
 
     Raises:
-        OSError: They cannot be removed.
+        OSError: A file cannot be removed.
     """
     for left in _LEFT:
         for path in directory.glob(left):
@@ -284,9 +285,9 @@ _KNOWN = re.compile(
 
 
 class MpiexecOutput:
-    """Shows mpiexec's own messages without its well-known epilogues.
+    """Filters mpiexec's own messages: shows them, but drops its well-known closing messages.
 
-    A message between two rules is kept or dropped as a whole.
+    A message framed by two horizontal rules is kept or dropped as a whole.
     """
 
     def __init__(self, sink: Sink) -> None:
@@ -323,7 +324,7 @@ class MpiexecOutput:
             self._sink(b"".join(lines))
 
     def end(self) -> None:
-        """Show or drop the rest after mpiexec has exited."""
+        """Show or drop the remaining output after mpiexec has exited."""
         for line in self._lines.end():
             self._take(line + b"\n")
         if self._block:

@@ -1,1 +1,1 @@
-"""Reach other hosts of a job: ssh or srun, and the agents at the other end."""
+"""Reach the other hosts in a job through ssh or srun, and start agents there."""

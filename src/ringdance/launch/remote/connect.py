@@ -27,14 +27,14 @@ from ringdance.host.system.signals import STOPPING
 from ringdance.launch.hosts import HostFacts, facts_from, several
 from ringdance.launch.remote.shell import SSH_ADVICE, RemoteShell
 
-_AGAIN_S = 1.0  # between attempts to reach a host that may still be starting
+_AGAIN_S = 1.0  # pause between attempts to reach a host that may still be starting
 _TOLD_S = 5.0
 _SOON_S = 0.02
 PIPES = 3
 """Number of descriptors for each host."""
 
-_OTHER_FILES = 64  # for everything else that this process does
-_starting = threading.Lock()  # a start briefly needs more descriptors
+_OTHER_FILES = 64  # descriptors for everything else in this process
+_starting = threading.Lock()  # start one process at a time, because a start briefly needs more descriptors
 
 
 @dataclass
@@ -42,22 +42,23 @@ class Remote:
     """A host with an agent, and the connection to it.
 
     Attributes:
-        host: Its name as the user gave it.
-        frames: The connection.
+        host: Name of the host as given by the user.
+        frames: The connection to the agent.
         files: Files to close to end the connection.
-        process: The ssh (or srun) that leads to it, or the agent itself. None if it connected otherwise.
+        process: The ssh or srun process that reaches the agent, or the local agent itself. None if the agent
+            connected over a socket.
         facts: Facts about the host.
-        heard: Time of its last message (monotonic seconds).
+        heard: Time of the agent's last message (``time.monotonic()``).
         errors: Output of ``process`` on stderr.
-        local: True if it is the launcher's own host.
-        silent: True if its silence has been shown.
-        started: True if it has been asked to start a program.
-        ready: True if it has finished its preparations for the job.
-        problem: Reason why they failed, or "".
-        port: A port that it keeps free.
-        clean: True if it has cleaned up after the job.
-        lost: True if it has exited or does not answer.
-        behind: Upper bound of the seconds by which its clock is behind this host's.
+        local: True if this is the launcher's own host.
+        silent: True if the user has been told that the host is silent.
+        started: True if the agent has been asked to start a program.
+        ready: True if the agent has prepared the job.
+        problem: Reason why the preparation failed, or "".
+        port: A port that the agent has reserved.
+        clean: True if the agent has cleaned up after the job.
+        lost: True if the agent has exited or does not answer.
+        behind: Upper bound, in seconds, on how far the host's clock is behind this host's clock.
     """
 
     host: str
@@ -78,20 +79,20 @@ class Remote:
     behind: float = math.inf
 
     def time_here(self, when: float) -> float:
-        """Convert the time in a message that has just arrived from its host's clock to this host's.
+        """Convert a time in a message that has just arrived from the sender's clock to this host's clock.
 
-        The message with the shortest delay so far gives the difference.
+        The offset is taken from the message with the shortest delay so far.
         """
         self.behind = min(self.behind, 0.0 if self.local else time.time() - when)
         return when + self.behind
 
     @property
     def there(self) -> bool:
-        """True while it still serves the job."""
+        """True while the agent is still serving the job."""
         return not (self.lost or self.clean)
 
     def disconnect(self) -> None:
-        """Close the connection, which ends the agent."""
+        """Close the connection. The agent then exits."""
         for file in self.files:
             file.close()
 
@@ -113,7 +114,7 @@ class Remote:
         """Wait for the process. Return its exit code.
 
         Raises:
-            subprocess.TimeoutExpired: It is still running.
+            subprocess.TimeoutExpired: The process is still running.
         """
         return self.process.wait(timeout) if self.process else 0
 
@@ -146,16 +147,17 @@ class _Problem(LaunchError):
 def connect(
     hosts: Iterable[str], shell: RemoteShell, timeout: float, log: Callable[[str], None] = lambda text: None
 ) -> list[Remote]:
-    """Start an agent on each of ``hosts``, all in parallel.
+    """Start an agent on each of ``hosts``, in parallel.
 
     Args:
-        hosts: Their names.
-        shell: How to reach them.
-        timeout: Seconds for a host to answer.
-        log: Called from time to time with the hosts that have not answered yet.
+        hosts: Names of the hosts.
+        shell: How to reach the hosts.
+        timeout: Seconds within which each host must answer.
+        log: Called periodically with a message about the hosts that have not answered yet.
 
     Raises:
-        LaunchError: Some hosts cannot be used. Names each of them and its problem. No agent keeps running.
+        LaunchError: Some hosts cannot be used. The message lists these hosts and their problems. No agent is
+            left running.
     """
     hosts = list(hosts)
     agents, problems = attempt(hosts, shell, timeout, log)
@@ -209,7 +211,7 @@ def attempt(
             time.sleep(_SOON_S)
         close_all(agents.values())
         raise
-    # In the given order: of two names for the same machine, the later is reported as wrong.
+    # Check hosts in the given order, so that of two names for one machine the second is reported.
     problems |= _unfit(agents[host] for host in hosts if host in agents and host not in shell.local)
     return agents, problems
 
@@ -218,11 +220,11 @@ def allow_open_files(more: int, what: str) -> None:
     """Raise this process's limit of open files if needed. Processes started from here inherit it.
 
     Args:
-        more: Descriptors in addition to those that are open.
-        what: Name of what needs them, for the message.
+        more: Number of file descriptors needed in addition to those already open.
+        what: What the descriptors are needed for, for the error message.
 
     Raises:
-        LaunchError: The hard limit does not allow that many.
+        LaunchError: The hard limit is too low.
     """
     needed = len(os.listdir("/dev/fd")) + more + _OTHER_FILES
     limit = raise_open_files(needed)
@@ -234,7 +236,7 @@ def allow_open_files(more: int, what: str) -> None:
 
 
 def folded(problems: Mapping[str, str]) -> list[str]:
-    """Return the problems as lines, one for all hosts that share a problem."""
+    """Format the problems as lines, one for each distinct problem with all hosts that have it."""
     groups: dict[str, list[str]] = {}
     for host, problem in problems.items():
         groups.setdefault(problem, []).append(host)
@@ -242,7 +244,7 @@ def folded(problems: Mapping[str, str]) -> list[str]:
 
 
 def together(problems: Mapping[str, str]) -> str:
-    """Return the problems of all hosts as one message."""
+    """Combine the problems of all hosts into one message."""
     lines = folded(problems)
     return "\n  ".join(["Cannot start:", *lines]) if lines[1:] else lines[0]
 
@@ -288,7 +290,7 @@ def adopt(host: str, sock: socket.socket, timeout: float = 30.0) -> Remote:
     """Return the agent that has connected over a socket.
 
     Raises:
-        LaunchError: It does not answer.
+        LaunchError: The agent does not answer.
     """
     files = (sock, sock.dup())  # two descriptors, because each is watched for one direction
     remote = Remote(host, Frames(files[0].fileno(), files[1].fileno(), after=AGENT_SPEAKS), files)
@@ -300,10 +302,10 @@ def adopt(host: str, sock: socket.socket, timeout: float = 30.0) -> Remote:
 
 
 def _start(host: str, command: Sequence[str], **options: Any) -> Remote:
-    """Start the program that is or leads to an agent. ``options`` go to ``subprocess.Popen``."""
+    """Start an agent, or the ssh or srun that starts it. ``options`` are passed to ``subprocess.Popen``."""
     with _starting:
-        # Only the launcher handles signals to end the job, and it tells the agents by message. If a signal
-        # from a scheduler to all processes ended an ssh, the ranks on its host would end with it.
+        # Only the launcher handles signals that end the job. It notifies the agents with messages. If a
+        # scheduler's signal to all processes ended an ssh, the ranks on that host would be killed.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING if command[0] == "ssh" else ())
         try:
             process = subprocess.Popen(
@@ -323,15 +325,15 @@ def start_local(host: str, environ: Mapping[str, str], stdin: int, remotes: Sequ
     """Start this host's agent, which also sends heartbeats to the others.
 
     Args:
-        host: Its name in the plan.
-        environ: Environment of the agent and of everything that it starts.
-        stdin: Descriptor of rank 0's input if it runs here, -1 for none.
+        host: Name of this host in the plan.
+        environ: Environment for the agent and all processes that it starts.
+        stdin: File descriptor for rank 0's standard input if rank 0 runs on this host, -1 for none.
         remotes: The agents on other hosts.
 
     Raises:
-        OSError: It cannot be started.
+        OSError: The agent cannot be started.
     """
-    # In memory, so that no network file system can block it. Jobs on several hosts need Linux anyway.
+    # A lock in memory, so that no network file system can block. Jobs on several hosts require Linux anyway.
     lock = os.memfd_create("ringdance-lock") if remotes else -1
     for number, remote in enumerate(remotes):
         remote.frames.shared = lock, number
@@ -351,7 +353,7 @@ def start_local(host: str, environ: Mapping[str, str], stdin: int, remotes: Sequ
 
 
 def _why(remote: Remote, program: str, python: str) -> _Problem:
-    """Explain why an ssh ended without reaching an agent."""
+    """Explain why an ssh process exited without reaching an agent."""
     try:
         code = remote.wait(5.0)
     except subprocess.TimeoutExpired:
@@ -377,7 +379,7 @@ def _why(remote: Remote, program: str, python: str) -> _Problem:
 
 
 def _unfit(remotes: Iterable[Remote]) -> dict[str, str]:
-    """Return the hosts that cannot be used together with this one and each other, with the reasons."""
+    """Return the hosts that cannot be used together with this host or with each other, and the reasons."""
     here = facts_from(machine.facts())
     problems: dict[str, str] = {}
     seen = {here.identity: "this machine"}

@@ -1,11 +1,11 @@
-"""Which variables are passed to other hosts, and which values may be shown."""
+"""Decide which environment variables are forwarded to other hosts, and which values may be shown."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
 
-# These belong to a machine, a login or a rank, and are not for other hosts.
+# Variables specific to a machine, a login or a rank. They are never forwarded.
 _STAYS = re.compile(
     r"BASH_FUNC_.*|OLDPWD|PWD|SHLVL|_|HOME|USER|LOGNAME|MAIL|SHELL|TERM.*|LS_COLORS|DISPLAY|WAYLAND_.*"
     r"|HOSTNAME|TMPDIR|TMP|TEMP|TEMPDIR|KRB5CCNAME|XAUTHORITY|ICEAUTHORITY|GPG_TTY|SSH_.*|XDG_.*|DBUS_.*"
@@ -13,7 +13,7 @@ _STAYS = re.compile(
     r"|NVIDIA_.*|KUBERNETES_.*|.*_SERVICE_(HOST|PORT)(_.*)?|.*_PORT_\d+_(TCP|UDP).*|K_MPI_JOB_ROLE"
     r"|SLURM_.*|SLURMD_.*|SBATCH_.*|LSB_.*|LSF_.*|LS_.*|RINGDANCE_JOB"
 )
-# Settings, which must be the same on all ranks.
+# Settings. They must be the same on all ranks and are always forwarded.
 _GOES = re.compile(r"(RINGDANCE|HOROVOD|OMPI|OPAL|PMIX|PRTE|MPICH|MPIR_CVAR|HYDRA|I_MPI|FI|UCX|NCCL)_.*")
 _SECRET = re.compile(
     r"(?i)secret|token(?!i[sz]er)|passw|passphrase|_pwd$|credential|private(?!_data)|(api|access)_?key"
@@ -25,12 +25,12 @@ _SET_IN_TEXT = re.compile(r"""\b([A-Za-z_][\w-]*)=((\\*["'])?(?(3).*?(?:\3|$)|[^
 
 
 def forwarded(own: Mapping[str, str], everything: bool = True) -> dict[str, str]:
-    """Return the variables of ``own`` that ranks on other hosts get.
+    """Return the variables in ``own`` that are forwarded to ranks on other hosts.
 
     Args:
         own: The launcher's environment.
-        everything: If False, return only settings of Ringdance and MPI. Variables of a machine, a login or a
-            rank are never returned.
+        everything: If False, forward only settings for Ringdance, MPI and communication libraries. Variables
+            specific to a machine, a login or a rank are never forwarded.
     """
     return {
         name: value
@@ -40,7 +40,7 @@ def forwarded(own: Mapping[str, str], everything: bool = True) -> dict[str, str]
 
 
 def is_secret(name: str, value: str = "") -> bool:
-    """Return True if a variable or option may hold a secret, by its name or because a URL names a user."""
+    """Return True if a variable or option may hold a secret, judging by its name or a user name in a URL."""
     name = "_" + name.replace("-", "_")
     named = _SECRET.search(name) and not _PLAIN.fullmatch(f"{name}={value}")
     return bool(named or _USER_IN_URL.search(value))
@@ -52,5 +52,5 @@ def shown(name: str, value: str) -> str:
 
 
 def shown_text(text: str) -> str:
-    """Hide values in a text, such as a command line, if its ``NAME=VALUE`` may be secret."""
+    """Hide the value of each ``NAME=VALUE`` that may be secret in a text, such as a command line."""
     return _SET_IN_TEXT.sub(lambda found: f"{found[1]}={shown(found[1], found[2])}", text)

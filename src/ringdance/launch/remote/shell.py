@@ -1,4 +1,4 @@
-"""How to reach other hosts: options, and command lines quoted for the shell there."""
+"""How to reach other hosts: command-line options, and commands quoted for the remote shell."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ringdance.host.schedulers import slurm
 from ringdance.host.schedulers.hostfile import NAME, HostList, parse_hostfile, parse_hosts
 from ringdance.host.system import linux
 
-# No prompts. ssh uses the first -o for each name, so the user's options come before these.
+# Never prompt. ssh uses the first value given for each option, so the user's options precede these.
 _SSH = ("BatchMode=yes", "ConnectTimeout=10", "LogLevel=ERROR")
 
 SSH_ADVICE = (
@@ -51,12 +51,12 @@ class RemoteShell:
 
     Attributes:
         method: "ssh", or "srun" for the hosts of a Slurm allocation.
-        port: Port of ssh, 0 for ssh's own setting.
-        identity: File with the key for ssh, or "".
-        arguments: Further arguments for ssh, which override ours.
-        start_timeout: Seconds for which hosts may still be starting (pods of a job).
-        local: Names of this machine, where programs are started directly.
-        python: Interpreter there, if its path is not this one's.
+        port: Port for ssh, 0 for the port in ssh's configuration.
+        identity: Private key file for ssh, or "".
+        arguments: Further arguments for ssh. They override ours.
+        start_timeout: Seconds to keep trying hosts that may still be starting, such as pods.
+        local: Names that refer to this machine, where programs are started directly.
+        python: Path of the interpreter on other hosts, "" if it is the same as here.
     """
 
     method: str = "ssh"
@@ -96,7 +96,7 @@ class RemoteShell:
 
 @cache
 def _of_new_hosts(arguments: Sequence[str], host: str) -> Sequence[str]:
-    """Return the option that makes ssh accept a new host's key, unless its settings already decide that."""
+    """Return the option that makes ssh accept the key of a new host, unless ssh's settings decide that."""
     output = linux.run(["ssh", *arguments, "-G", "--", host], 10)[1]
     return ("StrictHostKeyChecking=accept-new",) if "stricthostkeychecking ask" in output.split("\n") else ()
 
@@ -106,7 +106,7 @@ _HOW = ("ssh_port", "ssh_identity_file", "python", "ssh_args")
 
 # A parser or a group in one. argparse has no public name for their common base class.
 def add_host_options(parser: Any, text: str = "these hosts, with their slots") -> None:
-    """Add -H, --hostfile and the options of ssh, which ``remote_shell_of()`` reads.
+    """Add -H, --hostfile and the options for ssh, which ``remote_shell_of()`` reads.
 
     Args:
         parser: An ``argparse.ArgumentParser``, or one of its groups.
@@ -122,14 +122,14 @@ def add_host_options(parser: Any, text: str = "these hosts, with their slots") -
 
 
 def hosts_of(arguments: argparse.Namespace, slots: int = 1) -> HostList | None:
-    """Return the hosts that the options of ``add_host_options()`` name, None without such options.
+    """Return the hosts given by -H or --hostfile, None if neither option is set.
 
     Args:
         arguments: The parsed options.
-        slots: Slots of hosts that -H names without a number.
+        slots: Number of slots for hosts given to -H without a number.
 
     Raises:
-        LaunchError: A name or a file is wrong.
+        LaunchError: A host name or a host file is invalid.
     """
     if arguments.hosts:
         return parse_hosts(arguments.hosts, slots)
@@ -137,17 +137,17 @@ def hosts_of(arguments: argparse.Namespace, slots: int = 1) -> HostList | None:
 
 
 def ssh_words(arguments: argparse.Namespace) -> list[str]:
-    """Return the options of ``add_host_options()`` for reaching hosts, as words for ``ringdance run``."""
+    """Return the options for reaching hosts (``add_host_options()``) as arguments for ``ringdance run``."""
     values = {name: getattr(arguments, name) for name in _HOW}
     return [f"--{name.replace('_', '-')}={value}" for name, value in values.items() if value]
 
 
 def remote_shell_of(arguments: argparse.Namespace, more: Sequence[str] = ()) -> RemoteShell:
-    """Build the remote shell that the options of ``add_host_options()`` define.
+    """Build the remote shell defined by the options that ``add_host_options()`` added.
 
     Args:
         arguments: The parsed options.
-        more: Arguments for ssh that follow the user's.
+        more: Arguments for ssh, appended to the user's arguments.
 
     Raises:
         LaunchError: A quote in --ssh-args is not closed, or --python is not an absolute path.

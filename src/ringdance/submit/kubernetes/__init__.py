@@ -1,1 +1,1 @@
-"""Jobs on Kubernetes for the MPI operator (MPIJob) or Kubeflow Trainer (TrainJob)."""
+"""Kubernetes jobs for the MPI operator (MPIJob) or Kubeflow Trainer (TrainJob)."""

@@ -29,7 +29,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _manifest(arguments: argparse.Namespace) -> int:
     documents = manifest(from_arguments(JobRequest, arguments))
-    copies = json.loads(json.dumps(documents))  # shared parts would become YAML anchors
+    copies = json.loads(json.dumps(documents))  # shared objects would become YAML anchors
     yaml = optional("yaml", LaunchError, "YAML needs PyYAML", "pyyaml")
     print(yaml.safe_dump_all(copies, sort_keys=False, width=110), end="")
     return 0

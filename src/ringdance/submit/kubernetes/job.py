@@ -1,4 +1,4 @@
-"""The description of a Kubernetes job, from options or code."""
+"""The description of a Kubernetes job, created from command-line options or in code."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Volume:
     Attributes:
         source: Entry of a pod's ``volumes``, without the name.
         path: Mount point.
-        read_only: If True, the pods may only read.
+        read_only: If True, mount the volume read-only.
     """
 
     source: Mapping[str, Any]
@@ -43,7 +43,7 @@ def parse_volume(text: str) -> Volume:
     Examples: ``pvc:CLAIM:/data``, ``nfs:SERVER:/EXPORT:/data``, ``host:/DIR:/data``, ``secret:NAME:/etc/x``.
 
     Raises:
-        LaunchError: The text has another form.
+        LaunchError: The text does not have this form.
     """
     words = text.split(":")
     read_only = words[-1] == "ro"
@@ -83,9 +83,9 @@ def _secrets(texts: Sequence[str]) -> dict[str, tuple[str, str]]:
 
 @dataclass(frozen=True, kw_only=True)
 class JobRequest:
-    """A job and the requirements of its pods. See Note [Options from fields].
+    """A job and the requirements for its pods. See Note [Options from fields].
 
-    All pods use one image. ``secret_env`` maps each variable to the Secret and the key that hold its value.
+    All pods use the same image. ``secret_env`` maps each variable to the Secret and key containing its value.
     """
 
     kind: str = option("job type (default: MPIJob)", "MPIJob", choices=("MPIJob", "TrainJob"))
@@ -121,23 +121,23 @@ class JobRequest:
 
     @property
     def slots_per_worker(self) -> int:
-        """Ranks on each worker."""
+        """Number of ranks per worker."""
         return max(self.gpus, 1) if self.slots is None else self.slots
 
     @property
     def launch(self) -> list[str]:
-        """The launcher's command. It reads hosts and slots from files that the operator puts into its pod."""
+        """The launcher's command. It reads hosts and slots from files that the operator mounts."""
         refuse_launcher(self.command)
-        # ssh does not pass the environment on, so the launcher passes these variables by name.
+        # ssh does not forward the environment, so name the variables that the launcher must pass on.
         exports = [word for name in (*self.env, *self.secret_env) for word in ("-x", name)]
         ranks = str(self.workers * self.slots_per_worker)
         return [literal(word) for word in ("ringdance", "run", "-np", ranks, *exports, "--", *self.command)]
 
     def check(self) -> None:
-        """Check for mistakes that the cluster would report late or never.
+        """Check for mistakes that the cluster would report late or not at all.
 
         Raises:
-            LaunchError: The job has a mistake. The message says how to correct it.
+            LaunchError: The request is invalid. The message says how to correct it.
         """
         check_options(self)
         longest = f"{self.name}-worker-{self.workers - 1}"

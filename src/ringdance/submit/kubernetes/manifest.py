@@ -1,8 +1,8 @@
 """Build manifests: an MPIJob (v2beta1) or a TrainJob (v1alpha1) as plain data.
 
 Both operators start a launcher pod, which runs the command, and worker pods, which run an ssh daemon.
-All pods run as a user other than root and without privileges, so that the manifests pass the "restricted"
-Pod Security Standard. The daemon therefore listens on a port above 1024.
+All pods run unprivileged as a non-root user, as the "restricted" Pod Security Standard requires. The ssh
+daemon therefore listens on a port above 1024.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ SSH_PORT = 2222
 USER = 1000
 SSH_DIRECTORY = "/home/mpiuser/.ssh"
 GPU = "nvidia.com/gpu"
-_KEPT_S = 7 * 86400  # a finished job and its log are kept this long
-_GRACE_S = 60  # longer than the launcher's --grace, because the launcher cleans up after it
+_KEPT_S = 7 * 86400  # how long a finished job and its log are kept
+_GRACE_S = 60  # longer than the launcher's --grace, after which the launcher still has to clean up
 _WAIT = "while grep -qs host.agent[.]main /proc/[0-9]*/cmdline; do sleep 1; done"
 UNTIL_RANKS_END = ["/bin/sh", "-c", _WAIT]
 """Command that a deleted worker runs before SIGTERM, which stops ``sshd`` and all processes immediately."""
@@ -27,7 +27,7 @@ def manifest(request: JobRequest) -> list[Document]:
     """Return the documents to submit, in order.
 
     Raises:
-        LaunchError: The request has a mistake.
+        LaunchError: The request is invalid.
     """
     request.check()
     if request.kind == "MPIJob":
@@ -43,7 +43,7 @@ def _document(request: JobRequest, version: str, kind: str, spec: Document) -> D
 
 
 def _given(document: Document) -> Document:
-    """Remove unset entries: None, empty texts and empty collections."""
+    """Remove unset entries: None, empty strings and empty collections."""
     return {name: value for name, value in document.items() if value not in (None, "", [], {})}
 
 
@@ -58,7 +58,7 @@ def _mpijob(request: JobRequest) -> Document:
         "slotsPerWorker": request.slots_per_worker,
         "mpiImplementation": request.mpi,
         "sshAuthMountPath": SSH_DIRECTORY,
-        # Otherwise the launcher fails a few times before the workers' names exist.
+        # Otherwise the launcher fails a few times before the workers' names can be resolved.
         "launcherCreationPolicy": "WaitForWorkersReady",
         "runPolicy": _given(policy),
         "mpiReplicaSpecs": {
@@ -74,8 +74,8 @@ def _replica(number: int, pod: Document) -> Document:
 
 
 def _runtime(request: JobRequest) -> Document:
-    """Return the runtime of a TrainJob with its pods. The cluster's own runtimes have other images."""
-    # The operator requires the names `node` and `launcher`, and `node` for the containers.
+    """Return the runtime for a TrainJob, with its pods. The cluster's own runtimes use other images."""
+    # The operator requires the names `node` and `launcher`, and containers must be named `node`.
     node = {"name": "node", "template": {"spec": _batch(_worker_pod(request, "node"))}}
     launcher = {
         "name": "launcher",
@@ -123,7 +123,7 @@ def _launcher_pod(request: JobRequest, container: str) -> Document:
     env: list[Document] = [{"name": name, "value": literal(value)} for name, value in request.env.items()]
     for name, (secret, key) in request.secret_env.items():
         env.append({"name": name, "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}})
-    # No GPU and half a core: the launcher only starts the ranks and shows their output.
+    # The launcher only starts the ranks and shows their output, so half a core and no GPU are enough.
     resources = {"requests": {"cpu": "500m"}, "limits": {"memory": f"{1024 + 16 * request.workers}Mi"}}
     return _pod(request, {"name": container, "command": request.launch, "resources": resources, "env": env})
 
@@ -142,10 +142,10 @@ def _worker_pod(request: JobRequest, container: str) -> Document:
 
 
 def sshd(directory: str = SSH_DIRECTORY, port: int = SSH_PORT) -> list[str]:
-    """Return the command of an ssh daemon that runs as a user other than root.
+    """Return the command that starts an ssh daemon as a non-root user.
 
-    Its keys are the pair that the operator mounts at ``directory``. The job's key also serves as the host
-    key, so that the launcher accepts only its own workers as hosts.
+    The daemon uses the key pair that the operator mounts at ``directory``. The job's key also serves as the
+    host key, so that the launcher accepts only its own workers as hosts.
     """
     settings = (
         f"HostKey={directory}/id_rsa",

@@ -46,7 +46,7 @@ def boto3() -> Any:
     """Import boto3.
 
     Raises:
-        LaunchError: It is not installed.
+        LaunchError: boto3 is not installed.
     """
     return optional("boto3", LaunchError, "AWS needs boto3")
 
@@ -108,11 +108,11 @@ def make_bucket(s3: Any, bucket: str, region: str, account: str) -> None:
     """Create the account's default bucket if it does not exist.
 
     Raises:
-        LaunchError: The bucket belongs to another account, which is possible because its name can be
-            guessed. Or AWS refuses.
+        LaunchError: AWS refuses, or the bucket belongs to another account. The latter is possible because
+            the bucket's name is predictable.
     """
     try:
-        # This call needs the same permission as HeadBucket, but its errors have a text.
+        # This call needs the same permission as HeadBucket, but its errors include a message.
         call(s3.list_objects_v2, Bucket=bucket, MaxKeys=1, ExpectedBucketOwner=account)
     except LaunchError as error:
         if _code(error.__cause__) == "AccessDenied":

@@ -86,7 +86,7 @@ def hyperparameters(words: Sequence[str]) -> dict[str, Any]:
     """Parse a script's arguments as hyperparameters. Numbers, true and false keep their types.
 
     Raises:
-        LaunchError: An argument has no name or no value, so that SageMaker cannot pass it on.
+        LaunchError: An argument has no name or no value, so SageMaker cannot pass it to the script.
     """
     parameters: dict[str, Any] = {}
     rest = list(words)

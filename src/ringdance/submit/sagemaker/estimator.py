@@ -70,7 +70,7 @@ _NO_IMAGE = (
 
 
 class Estimator(TrainingJob):
-    """A training script and the machines it runs on. Starts jobs.
+    """Starts jobs that run a training script on a given set of machines.
 
     The arguments have the names of version 2 of the SDK and of the service's ``CreateTrainingJob``. Arguments
     with a help text are also options of ``ringdance sagemaker submit`` (Note [Options from fields]).
@@ -84,14 +84,14 @@ class Estimator(TrainingJob):
         distribution: ``{"mpi": {"enabled": True, "processes_per_host": 8, "custom_mpi_options": "-x A=1"}}``.
             With ``{"mpi": {"enabled": False}}``, each machine runs the script once, on its own.
         base_job_name: Prefix of the jobs' names. Default: the script's name.
-        boto_session: A ``boto3.Session``. Default: a new one.
+        boto_session: A ``boto3.Session``. Default: a new session.
 
     Attributes:
         latest_job: Name of the last job that ``fit`` started.
         started: Description of the machines and their ranks, for messages.
 
     Raises:
-        ArgumentError: An argument is missing, unknown or contradicts another one.
+        ArgumentError: An argument is missing or unknown, or contradicts another argument.
     """
 
     latest_job: str | None = None
@@ -239,7 +239,7 @@ class Estimator(TrainingJob):
 
         Raises:
             ArgumentError: The inputs cannot be used.
-            LaunchError: AWS refuses, or the job failed. The message has the service's reason.
+            LaunchError: AWS refuses, or the job failed. The message contains the reason given by the service.
         """
         name = job_name or self._new_name()
         session, region = self._session(), self._find_region()

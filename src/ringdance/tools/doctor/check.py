@@ -1,8 +1,8 @@
-"""Checks, their input and their results.
+"""The types of checks, their inputs and their results.
 
-A check is a pure function of facts that probes have collected on one or several hosts. It returns one or
-several ``Finding`` objects, or None if it does not apply (no GPU, no Slurm). If a finding has a fix, it
-reports a problem.
+A check is a pure function of the facts that probes have collected on one or more hosts. It returns one or
+more ``Finding`` objects, or None if it does not apply, for example on a host without a GPU. A finding with a
+fix is a problem.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ AREAS = (
 
 @dataclass(frozen=True)
 class Usage:
-    """The planned use of the hosts.
+    """What the hosts will be used for.
 
     Attributes:
-        slots: Ranks on each host by name. Empty if unknown.
+        slots: Number of ranks by host name. Empty if unknown.
         directories: Directories for logs and checkpoints.
         hosts: Names of all hosts. Empty if only this machine is checked.
         cwd: Directory in which the command will run.
@@ -46,13 +46,13 @@ class Usage:
 
 @dataclass(frozen=True)
 class Finding:
-    """One sentence about one or several hosts.
+    """What a check found on one or more hosts.
 
     Attributes:
-        text: The sentence. It names hosts only if the check compares them.
-        fix: A line that says how to fix the problem. Empty if nothing is wrong.
-        severity: Replaces the check's severity if set.
-        hosts: Hosts concerned, if the check compares hosts. Empty for all.
+        text: The finding in one sentence. Names hosts only if the check compares them.
+        fix: One line that says how to fix the problem. Empty if nothing is wrong.
+        severity: Overrides the check's severity if set.
+        hosts: For a check that compares hosts, the hosts this finding applies to. Empty means all.
     """
 
     text: str
@@ -63,12 +63,12 @@ class Finding:
 
 @dataclass(frozen=True)
 class HostFacts:
-    """One host's facts for a check: ``host["memory"]["total"]``.
+    """The facts about one host, indexed by probe: ``host["memory"]["total"]``.
 
     Attributes:
         facts: Facts by probe.
-        usage: Planned use of the hosts.
-        slots: Ranks on this host, 0 if unknown.
+        usage: What the hosts will be used for.
+        slots: Number of ranks on this host, 0 if unknown.
     """
 
     facts: Facts
@@ -79,7 +79,7 @@ class HostFacts:
         return self.facts[name]
 
     def variable(self, name: str) -> str:
-        """Return an environment variable of the host, "" if it is not set. The probe must report it."""
+        """Return an environment variable on the host, "" if unset. The environment probe must report it."""
         return str(self["environment"].get(name, ""))
 
 
@@ -89,17 +89,17 @@ Outcome = Finding | Iterable[Finding] | None
 
 @dataclass(frozen=True)
 class Check:
-    """One kind of problem.
+    """A check for one kind of problem.
 
     Attributes:
         name: Name on the command line.
-        area: One of ``AREAS``. The heading in reports.
-        severity: One of ``SEVERITIES``. Applies if something is wrong.
-        description: Subject of the check and why it matters.
-        judge: Function that returns the findings. Its argument is a ``HostFacts``, or if ``compares``,
-            several by name.
-        needs: Probes whose facts ``judge`` reads. Default: the probe with the area's name.
-        compares: If True, the check compares hosts and is called only with two or more.
+        area: One of ``AREAS``, used as a heading in reports.
+        severity: One of ``SEVERITIES``: the severity of any problem found.
+        description: What is checked and why it matters.
+        judge: Function that returns the findings. Takes a ``HostFacts``, or a mapping of host names to
+            ``HostFacts`` if ``compares`` is True.
+        needs: Probes whose facts ``judge`` reads. Default: the probe named after the area.
+        compares: If True, the check compares hosts and is skipped if there is only one.
     """
 
     name: str
@@ -120,9 +120,9 @@ class Result:
 
     Attributes:
         check: Name of the check.
-        area, severity: The check's area and severity. The severity is "ok" if nothing is wrong, "unknown" if
-            a probe failed.
-        hosts: Hosts concerned.
+        area, severity: The check's area and severity. The severity is "ok" if nothing is wrong, and "unknown"
+            if a probe failed.
+        hosts: Hosts that this result applies to.
         text, fix: The finding's text and fix.
     """
 
@@ -139,7 +139,7 @@ class Result:
         return self.severity in SEVERITIES
 
 
-# --- shared by several checks ----------------------------------------------------------------------
+# --- helpers for checks ----------------------------------------------------------------------------
 
 
 def last_line(output: str) -> str:
@@ -156,7 +156,7 @@ def size(count: float) -> str:
 
 
 class _Formatter(string.Formatter):
-    """Adds two conversions: ``{memory[total]!b}`` formats bytes, ``{network[own]!l}`` a list of names."""
+    """A formatter with two extra conversions: !b for bytes (``{memory[total]!b}``), !l for lists of names."""
 
     def convert_field(self, value: Any, conversion: Any) -> Any:
         if conversion == "b":
@@ -172,16 +172,16 @@ def limit(
     problem: str = "",
     applies: Callable[[HostFacts], Any] = lambda host: True,
 ) -> Callable[[HostFacts], Finding | None]:
-    """Return a function that checks one host by a condition.
+    """Build a ``judge`` function that tests a condition on one host.
 
-    ``text``, ``fix`` and ``problem`` may hold fields such as ``{cpu[usable]}`` and ``{slots}``.
+    ``text``, ``fix`` and ``problem`` may contain fields such as ``{cpu[usable]}`` and ``{slots}``.
 
     Args:
-        text: The fact.
+        text: Sentence that states the fact.
         wrong: Returns True if the fact is a problem.
-        fix: A line that says how to fix it.
-        problem: Text of a problem. Default: ``text``.
-        applies: Returns True if the check applies to the host at all.
+        fix: One line that says how to fix the problem.
+        problem: Sentence used instead of ``text`` if there is a problem. Default: ``text``.
+        applies: Returns False if the check does not apply to the host.
     """
 
     def judge(host: HostFacts) -> Finding | None:
@@ -196,11 +196,11 @@ def limit(
 
 
 def equal(values: Callable[[HostFacts], Mapping[str, str]], fix: str) -> Callable[[Hosts], Iterator[Finding]]:
-    """Return a function that checks whether hosts have equal values.
+    """Build a ``judge`` function that checks whether values are the same on all hosts.
 
     Args:
-        values: Returns a host's values as text by name, such as ``{"Python": "3.12"}``.
-        fix: A line that says how to remove a difference.
+        values: Returns a host's values as strings by name, such as ``{"Python": "3.12"}``.
+        fix: One line that says how to resolve a difference.
     """
 
     def judge(hosts: Hosts) -> Iterator[Finding]:
@@ -217,9 +217,9 @@ def outliers(values: Mapping[str, str], fix: str, what: str = "") -> Iterator[Fi
     Yields one finding if all hosts have the same value, otherwise one for each value except the most common.
 
     Args:
-        values: Values by host. Among equally common values, the first counts as the most common.
-        fix: A line that says how to remove a difference.
-        what: Name that precedes each value in the text.
+        values: Values by host. Ties for the most common value go to the value that comes first.
+        fix: One line that says how to resolve a difference.
+        what: Name of the value, which precedes it in each finding's text.
     """
     counts = Counter(values.values())
     common = max(counts, key=lambda value: counts[value])

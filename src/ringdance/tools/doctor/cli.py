@@ -61,7 +61,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run ``ringdance doctor`` and return the exit code. ``argv`` has the arguments after ``doctor``."""
+    """Run ``ringdance doctor`` with the arguments ``argv``. Return the exit code."""
     return as_program("ringdance doctor", lambda: _main(parser().parse_args(list(argv))))
 
 
@@ -101,10 +101,10 @@ def _main(arguments: argparse.Namespace) -> int:
 
 
 def _slots(arguments: argparse.Namespace) -> Sequence[tuple[str, int]]:
-    """Return the hosts on the command line, or this machine, with their slots (0 if unknown).
+    """Return the hosts given on the command line with their slots (0 if unknown). Default: this machine.
 
     Raises:
-        LaunchError: A name or a file is not valid.
+        LaunchError: A host name or a host file is invalid.
     """
     hosts = hosts_of(arguments, arguments.slots) or [(os.uname().nodename, arguments.slots)]
     if not (arguments.hosts or arguments.hostfile) and (job := detect(os.environ)) and len(job.hosts) > 1:

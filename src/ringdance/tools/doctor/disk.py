@@ -16,7 +16,8 @@ from ringdance.host.directories import bases
 from ringdance.host.system import linux, machine
 from ringdance.tools.doctor.check import ERROR, WARNING, Check, Finding, HostFacts, Usage, limit
 
-_LONGEST = 60  # a socket's path has at most 108 bytes, and MPI's session directories take about 45 of them
+# The path of a Unix socket is limited to 108 bytes, of which MPI's session directories take about 45.
+_LONGEST = 60
 _REMOVE = "remove large files: du -xh {} | sort -h | tail"
 _FIXES = {
     os.strerror(errno.EACCES): "choose another directory, or: sudo chown $USER {}",
@@ -29,7 +30,7 @@ _FIXES = {
 
 
 def disk_facts(usage: Usage) -> dict[str, Any]:
-    """Collect facts about each directory in ``usage`` and the one for temporary files."""
+    """Collect facts about each directory in ``usage`` and about the temporary directory."""
     temporary = bases(os.environ)[0]
     return {
         "directories": {path: directory_facts(path) for path in usage.directories},
@@ -38,7 +39,7 @@ def disk_facts(usage: Usage) -> dict[str, Any]:
 
 
 def directory_facts(path: str) -> dict[str, Any]:
-    """Describe a directory. If it does not exist, describe the nearest parent, where it would be created."""
+    """Collect facts about a directory, or about its nearest existing ancestor if it does not exist."""
     wanted = os.path.abspath(path)
     nearest = machine.nearest(wanted)
     facts = {"exists": nearest == wanted, "nearest": nearest, "error": _write_error(nearest)}
@@ -49,7 +50,7 @@ def directory_facts(path: str) -> dict[str, Any]:
 
 
 def _write_error(directory: str) -> str:
-    """Return why no file can be written to ``directory``, "" if writing works."""
+    """Try to write a file to ``directory``. Return the reason for a failure, "" on success."""
     try:
         with tempfile.TemporaryFile(dir=directory) as file:
             file.write(b"x")

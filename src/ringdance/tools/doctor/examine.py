@@ -32,9 +32,9 @@ from ringdance.tools.hosts.host_set import HostSet
 _ALL = [check for module in (machine, network, python, mpi, disk, gpu, leftovers) for check in module.CHECKS]
 CHECKS = {check.name: check for check in sorted(_ALL, key=lambda check: AREAS.index(check.area))}
 """Every check by name, in the order of the areas."""
-_SPARE_S = 30.0  # added to the probes' limit for starting Python
+_SPARE_S = 30.0  # allowance for starting Python, added to the probes' time limit
 _NAMES = 16  # each host resolves the names of this many other hosts
-# These variables locate libraries. A job's ranks get the launcher's values, not the host's login's.
+# Variables that locate libraries. Ranks get the launcher's values, not those of a login shell on the host.
 _LIBRARIES = (
     "LD_LIBRARY_PATH", "OPAL_PREFIX", "PMIX_INSTALL_PREFIX", "I_MPI_ROOT", "MPI4PY_LIBMPI", "MPI4PY_MPIABI",
 )  # fmt: skip
@@ -51,13 +51,13 @@ def inspect(
 
     Args:
         hosts: Connected hosts.
-        usage: Planned use of the hosts.
-        probes: Names of the probes.
+        usage: What the hosts will be used for.
+        probes: Names of the probes to run.
         seconds: Time limit for the probes on each host.
-        names: Names of the checks. None applies all.
+        names: Names of the checks to apply. None applies all checks.
 
     Returns:
-        The facts by host, and the results.
+        The facts by host, and the results of the checks.
     """
     facts = collect(hosts, probes, usage, seconds)
     return facts, examine(facts, usage, names)
@@ -66,13 +66,13 @@ def inspect(
 def collect(
     hosts: HostSet, probes: Collection[str], usage: Usage, seconds: float
 ) -> dict[str, dict[str, Any]]:
-    """Collect the facts of all hosts in parallel. A host that does not answer has only the fact "reach".
+    """Collect facts on all hosts in parallel. For a host that does not answer, only "reach" is present.
 
     Args:
-        hosts: Connected hosts, and the problems of hosts that could not be connected.
-        probes: Names of the probes.
-        usage: Planned use of the hosts.
-        seconds: Time limit for the probes.
+        hosts: Connected hosts, and the problems with hosts that could not be connected.
+        probes: Names of the probes to run.
+        usage: What the hosts will be used for.
+        seconds: Time limit for the probes on each host.
     """
     request = {
         "probes": list(probes),
@@ -88,7 +88,7 @@ def collect(
 
 
 def _sample(hosts: Sequence[str], host: str) -> tuple[str, ...]:
-    """Return the hosts that ``host`` must resolve: itself and the next ones, so that several resolve each."""
+    """Return the hosts that ``host`` must resolve: itself and those after it, so each is tried by several."""
     at = hosts.index(host) if host in hosts else 0
     return tuple([*hosts, *hosts][at : at + min(len(hosts), _NAMES + 1)])
 
@@ -113,8 +113,8 @@ def examine(facts: Mapping[str, Facts], usage: Usage, names: Iterable[str] | Non
 
     Args:
         facts: Facts by host name.
-        usage: Planned use of the hosts.
-        names: Names of the checks. None applies all checks whose probes were run.
+        usage: What the hosts will be used for.
+        names: Names of the checks to apply. None applies all checks whose probes were run.
     """
     hosts = {name: HostFacts(known, usage, usage.slots.get(name, 0)) for name, known in facts.items()}
     results: list[Result] = []
@@ -142,7 +142,7 @@ def _compared(check: Check, hosts: Hosts) -> Iterable[Result]:
 
 
 def _failure(check: Check, host: HostFacts) -> str | None:
-    """Return why a probe that the check needs failed, "" if one was not run, None if all have facts."""
+    """Return why a probe needed by the check failed, "" if one was not run, None if all succeeded."""
     for probe in check.needs:
         if probe not in host.facts:
             return ""
@@ -163,7 +163,7 @@ def _result(check: Check, finding: Finding, hosts: tuple[str, ...]) -> Result:
 
 
 def _merged(results: Iterable[Result]) -> list[Result]:
-    """Merge equal results from several hosts into one."""
+    """Merge results that differ only in their hosts."""
     hosts: dict[Result, list[str]] = {}
     for result in results:
         hosts.setdefault(replace(result, hosts=()), []).extend(result.hosts)

@@ -1,4 +1,4 @@
-"""Check GPUs, their driver, and frameworks that use them. Uses only the standard library."""
+"""Check the GPUs, their driver, and the frameworks that use them. Imports only the standard library."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _MARK = "::found::"
 
 
 def gpu_facts(usage: Usage) -> dict[str, Any]:
-    """Collect the GPUs on the bus, the number of device files, and the GPUs that nvidia-smi names."""
+    """Collect the GPUs on the PCI bus, the number of device files, and the GPUs that nvidia-smi lists."""
     on_bus = [
         path
         for path in glob.glob("/sys/bus/pci/devices/*/vendor")
@@ -77,7 +77,7 @@ def frameworks_facts(usage: Usage) -> dict[str, Any]:
 def _import(name: str) -> dict[str, Any]:
     program = f"{_SCRIPTS[name]}\nimport json; print('\\n{_MARK}' + json.dumps(found))"
     environ = dict(os.environ)
-    if os.path.expanduser("~") == "~":  # without this, Keras in TensorFlow creates a directory called "~"
+    if os.path.expanduser("~") == "~":  # otherwise Keras in TensorFlow creates a directory named "~"
         environ["KERAS_HOME"] = os.path.join(tempfile.gettempdir(), ".keras")
     code, output, errors = linux.run([sys.executable, "-P", "-c", program], _LIMIT_S, environ)
     text = output.rpartition(_MARK)[2]

@@ -1,4 +1,4 @@
-"""Check for ranks of earlier jobs whose launcher has exited."""
+"""Check for ranks that were left running by earlier jobs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def leftovers_facts(usage: Usage) -> dict[str, Any]:
 
 
 def _find_orphans(table: dict[int, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return processes of a job whose first ancestor without the job's marker is init."""
+    """Return processes started by a job whose nearest ancestor without the job's marker is init."""
     jobs = {pid: marked.job for pid, marked in linux.marked_processes().items()}
     orphans = []
     for pid, job in jobs.items():

@@ -1,4 +1,4 @@
-"""Check the names, addresses and interfaces of hosts."""
+"""Check host names, addresses and network interfaces."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _VIRTUAL = (
 
 
 def network_facts(usage: Usage) -> dict[str, Any]:
-    """Collect the host's name and addresses, its interfaces, and the other hosts' addresses as seen here."""
+    """Collect the host's name, addresses and interfaces, and what the other hosts' names resolve to here."""
     name = socket.gethostname()
     own = resolve(name)
     interfaces = _interfaces()
@@ -50,7 +50,7 @@ def network_facts(usage: Usage) -> dict[str, Any]:
 
 
 def resolve(name: str) -> list[str]:
-    """Return the addresses of a name, an empty list if it does not resolve."""
+    """Return the addresses that a name resolves to, an empty list if it does not resolve."""
     try:
         return sorted({str(entry[4][0]) for entry in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)})
     except (OSError, UnicodeError):

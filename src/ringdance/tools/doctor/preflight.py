@@ -1,4 +1,4 @@
-"""Quick checks before a job starts. The job's own agents run the probes."""
+"""Quick checks before a job starts. The agents started for the job also run the probes."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ if TYPE_CHECKING:
     from ringdance.launch.prepare import PreparedJob
 
 _PROBES_S, _CONNECT_S = 30.0, 20.0
-# Only warnings, because the launcher does not depend on them (hosts may have names that only ssh resolves,
-# output is written on the launcher's host, and its directories have short paths), or because they may be
-# intended (a user's own module).
+# Checks whose problems are only warnings here. Either the launcher does not depend on them (host names may
+# be aliases that only ssh resolves, output is written on the launcher's host, and the launcher's directories
+# have short paths), or they may be intentional (a user's own module).
 _WARNINGS = frozenset(
     {"own-name", "names-agree", "folder-writable", "temporary-path-length", "shadowed-modules"}
 )
 
 
 def check_hosts(ready: PreparedJob, report: Callable[[str], None], *, required: bool = True) -> None:
-    """Check the hosts of a job that is about to start. One line names all warnings.
+    """Check the hosts of a job that is about to start. All warnings are reported in a single line.
 
     Args:
-        ready: The job.
-        report: Function called with each line for the user.
-        required: If True, errors are raised. Otherwise they are passed to ``report``.
+        ready: The prepared job.
+        report: Called with each line to show to the user.
+        required: If True, errors raise LaunchError. Otherwise they are passed to ``report``.
 
     Raises:
-        LaunchError: The job would fail. Nothing was started, and the agents were closed.
+        LaunchError: The job would fail. No rank has been started, and the agents are closed.
     """
     try:
         wrong = preflight(ready)
@@ -64,7 +64,7 @@ def check_hosts(ready: PreparedJob, report: Callable[[str], None], *, required: 
 
 
 def preflight(ready: PreparedJob) -> list[Result]:
-    """Return the problems of a job's hosts, errors first. The job's agents run the probes and stay alive."""
+    """Return the problems on a job's hosts, errors first. The job's agents run the probes and stay alive."""
     slots = {host.name: len(host.ranks) for host in ready.plan.hosts}
     directories = [os.path.abspath(ready.spec.output_directory)] if ready.spec.output_directory else []
     usage = Usage(slots, tuple(directories), tuple(slots), os.getcwd())
@@ -72,7 +72,7 @@ def preflight(ready: PreparedJob) -> list[Result]:
     remotes = {agent.host: agent for agent in ready.remotes}
     hosts = HostSet(slots, replace(ready.spec.shell, local=local), dict(remotes))
     try:
-        hosts.connect(_CONNECT_S, lambda text: None)  # this host, whose own agent starts only with the job
+        hosts.connect(_CONNECT_S, lambda text: None)  # this host: the job has no agent here yet
         _, results = inspect(hosts, usage, QUICK, _PROBES_S)
     finally:
         close_all(agent for host, agent in hosts.agents.items() if host not in remotes)
@@ -81,6 +81,6 @@ def preflight(ready: PreparedJob) -> list[Result]:
         if result.severity == ERROR and result.check in _WARNINGS
         else result
         for result in results
-        if result.wrong and result.check != "folder-exists"  # a job creates the directory
+        if result.wrong and result.check != "folder-exists"  # the job will create the directory
     ]
     return sorted(wrong, key=lambda result: result.severity != ERROR)

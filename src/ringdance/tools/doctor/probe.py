@@ -1,8 +1,8 @@
 """Collect facts about this host: ``python -m ringdance.tools.doctor.probe``, started by the host's agent.
 
-Standard input receives one line with a JSON object with the keys ``probes``, ``usage``, ``seconds`` and
-``environ``. It then stays open, and the process exits when it closes. The facts follow ``MARK`` on standard
-output.
+The agent writes one line to standard input: a JSON object with the keys ``probes``, ``usage``, ``seconds``
+and ``environ``. Standard input then stays open, and this process exits when it is closed. The facts are
+written to standard output as JSON after ``MARK``.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ PROBES = {**QUICK, "frameworks": "gpu", "world": "mpi"}
 
 
 def collect(probes: Iterable[str], usage: Usage, seconds: float) -> dict[str, Any]:
-    """Run ``probes`` in parallel. One that fails or exceeds ``seconds`` gives ``{"failed": REASON}``."""
+    """Run ``probes`` in parallel. A probe that fails or times out yields ``{"failed": REASON}``."""
     facts: dict[str, Any] = {}
 
     def run_probe(name: str) -> None:
         try:
-            # Imported here, so that a module with missing libraries does not affect the other probes.
+            # Imported here so that a missing dependency of one module does not affect other probes.
             module = importlib.import_module(f"ringdance.tools.doctor.{PROBES[name]}")
             facts[name] = getattr(module, f"{name}_facts")(usage)
-        except Exception as error:  # any error is possible: the doctor examines machines in a bad state
+        except Exception as error:  # expect anything: the machine may be broken
             facts[name] = {"failed": f"{type(error).__name__}: {error}"}
 
     threads = {name: threading.Thread(target=run_probe, args=(name,), daemon=True) for name in probes}
@@ -58,13 +58,14 @@ def _end_with_the_agent() -> None:
 
 
 def main() -> None:
-    """Answer the request on standard input."""
+    """Run the probes requested on standard input and print the facts."""
     request = json.loads(sys.stdin.readline())
     threading.Thread(target=_end_with_the_agent, daemon=True).start()
     os.environ.update(request.get("environ", {}))
     facts = collect(request["probes"], Usage(**request["usage"]), request["seconds"])
     print(f"\n{MARK}{json.dumps(facts)}", flush=True)
-    os._exit(0)  # do not wait for threads: one may be in a system call that never returns (dead network disk)
+    # Skip joining threads: one may be blocked in a system call forever, for example on a dead NFS mount.
+    os._exit(0)
 
 
 if __name__ == "__main__":

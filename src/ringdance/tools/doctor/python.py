@@ -1,4 +1,4 @@
-"""Check the interpreter and the installed packages on all hosts. Uses only the standard library."""
+"""Check the interpreter and the installed packages on all hosts. Imports only the standard library."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _version(name: str) -> str:
 
 
 def _shadows(directories: list[str]) -> list[str]:
-    """Return files in ``directories`` that would be imported instead of a library or a standard module."""
+    """Return files in ``directories`` that shadow a library or a module in the standard library."""
     paths = []
     for directory in dict.fromkeys(map(os.path.realpath, directories)):
         for name in (*_MODULES, *_EASILY_SHADOWED):
@@ -66,7 +66,7 @@ def _shadows(directories: list[str]) -> list[str]:
 
 
 def _is_own(directory: str, name: str) -> bool:
-    """Return True if ``directory`` belongs to the interpreter, or is where package ``name`` is installed."""
+    """Return True if ``directory`` belongs to the interpreter or contains the installed package ``name``."""
     own = [sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")]
     own.append(os.path.dirname(ringdance.__path__[0]))
     packaged = glob.glob(f"{glob.escape(directory)}/{name}*-info")
@@ -74,7 +74,7 @@ def _is_own(directory: str, name: str) -> bool:
 
 
 def _user_site() -> list[str]:
-    """Return the libraries in the user's site directory that hide the environment's."""
+    """Return the packages in the user site directory that shadow those in the environment."""
     directory = site.getusersitepackages()
     if not site.ENABLE_USER_SITE:
         return []

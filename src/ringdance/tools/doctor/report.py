@@ -32,14 +32,14 @@ def print_checks() -> None:
 
 
 def print_text(hosts: Sequence[str], results: Sequence[Result], verbose: bool = False) -> None:
-    """Print the problems by area, each with its fix. If ``verbose``, also print what is in order."""
+    """Print the problems by area, each with its fix. If ``verbose``, also print the checks that passed."""
     console = _console()
     for area in AREAS:
         shown = [result for result in results if result.area == area and (result.wrong or verbose)]
         if shown:
             console.print(area, style="bold")
         for result in sorted(shown, key=lambda result: list(_STYLES).index(result.severity)):
-            # Name the hosts if the result concerns only some of several.
+            # Name the hosts if the result does not apply to all of them.
             some = len(hosts) > 1 and len(result.hosts) < len(hosts)
             where = f" [{', '.join(result.hosts)}]" if some else ""
             head = f"  {result.severity:<8}{result.check}{where}: "
@@ -47,7 +47,7 @@ def print_text(hosts: Sequence[str], results: Sequence[Result], verbose: bool = 
                 head + result.text, _WIDTH, subsequent_indent=_INDENT, break_long_words=False,
                 break_on_hyphens=False,
             )  # fmt: skip
-            # Never wrap a fix: users copy it.
+            # Never wrap a fix, because users copy and paste it.
             text = Text("\n".join([*lines, f"{_INDENT}fix: {result.fix}"] if result.fix else lines))
             text.stylize(_STYLES[result.severity], 2, 2 + len(result.severity))
             console.print(text, soft_wrap=True)

@@ -1,1 +1,1 @@
-"""``ringdance hosts``: copy files to hosts. Also sets of hosts with agents, for other commands."""
+"""``ringdance hosts``: copy files to hosts. Other commands also use the sets of hosts defined here."""

@@ -1,4 +1,4 @@
-"""Connect the hosts of a copy into a chain, in which each host passes data on to the next."""
+"""Connect the destination hosts of a copy into chains, in which each host forwards data to the next."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from ringdance.tools.hosts.host_set import HostSet
 
 
 def chained(hosts: HostSet, names: Sequence[str], warn: Callable[[str], None]) -> list[list[str]]:
-    """Connect each host to the next and return the chains. This machine sends to the first host of each.
+    """Connect each host to the next. Returns the chains, to whose first hosts this machine sends.
+
+    A new chain starts wherever a connection cannot be made.
 
     Args:
         hosts: Connected hosts.
-        names: Hosts to chain, in this order.
-        warn: Function called with a message for each connection that cannot be made.
+        names: Hosts to chain, in order.
+        warn: Called with a message for each connection that cannot be made.
     """
     tokens = {host: secrets.token_hex(32) for host in names[1:]}
     ports = hosts.ask(
@@ -25,7 +27,7 @@ def chained(hosts: HostSet, names: Sequence[str], warn: Callable[[str], None]) -
     reachable = addresses({host: hosts.agents[host].facts for host in names})
     broken: dict[str, str] = {host: answer["problem"] for host, answer in ports.items() if answer["problem"]}
     links = list(pairwise(names))
-    # Make every other link first, because a host that is connecting does not accept connections.
+    # Make every other link first, because a host cannot accept a connection while it is making one.
     for half in (links[::2], links[1::2]):
         tried = {before: after for before, after in half if after not in broken}
         answers = hosts.ask(
@@ -56,7 +58,7 @@ def addresses(facts: Mapping[str, HostFacts]) -> dict[str, list[str]]:
     for host, known in facts.items():
         shared = networks.interfaces.get(host, ())
         ordered = sorted(known.networks, key=lambda network: network[0] not in shared)
-        # The last address may be an IPv6 address outside all known networks.
+        # The address at which this machine reached the host may be in none of the known networks (IPv6).
         all_addresses = [address for _, address, _ in ordered] + [known.reached]
         by_host[host] = list(dict.fromkeys(filter(None, all_addresses))) or ["127.0.0.1"]
     return by_host

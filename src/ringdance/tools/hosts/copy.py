@@ -1,9 +1,10 @@
-"""Copy files from this machine to several hosts, which pass them on to each other.
+"""Copy files from this machine to several hosts, which forward them to each other in a chain.
 
-The bytes leave this machine once, no matter how many hosts there are. Each host writes what it receives and
-passes it on at the same time. Data that a host already has are not sent. If the previous host in the chain
-cannot reach a host, or loses it, this machine sends to it directly and continues where it stopped. The hosts'
-side is ``launch/copy/receive.py``, which also describes the messages.
+This machine sends each byte only once, no matter how many hosts there are. Each host writes the data it
+receives and forwards them at the same time. Data that a host already has are not sent. If a host cannot be
+reached from its predecessor in the chain, or the connection is lost, this machine sends to the host directly
+and resumes where the transfer stopped. The receiving side is ``launch/copy/receive.py``, which also documents
+the messages.
 """
 
 from __future__ import annotations
@@ -23,22 +24,22 @@ from ringdance.tools.hosts.host_set import HostSet
 from ringdance.tools.hosts.progress import CopyProgress
 
 CHUNK = 1 << 20
-_MAX_UNSENT = 4 << 20  # bytes that may be queued for a host
-_RESERVE = 1 << 20  # bytes that stay free on a host's file system
-_LONG_S = 86400.0  # seconds: a host may have to read all its files before it answers
+_MAX_UNSENT = 4 << 20  # maximum number of bytes queued for a host
+_RESERVE = 1 << 20  # bytes to leave free on a host's file system
+_LONG_S = 86400.0  # timeout for an answer: a host may first have to read all its files
 
 
 @dataclass
 class Outcome:
-    """The result of the copy on a host.
+    """The result of the copy on one host.
 
     Attributes:
         problem: Reason for giving up on the host, or "".
-        bad: Problems with single files.
+        bad: Problems with individual files.
         files: Number of files written.
-        there: Number of files that existed already.
+        there: Number of files that were already up to date.
         bytes: Number of bytes written.
-        kept: Bytes from an interrupted copy that were kept.
+        kept: Number of bytes reused from an interrupted copy.
     """
 
     problem: str = ""
@@ -56,13 +57,13 @@ class Outcome:
 
 @dataclass
 class _State:
-    """A host in the current round.
+    """The state of a host in the current round.
 
     Attributes:
-        have: Bytes of each file that the host has, -1 for a complete file.
-        open: Files that it has not reported yet.
-        done: Bytes that it has of all files together.
-        again: True if it needs another round.
+        have: Number of bytes of each file that the host already has, -1 for a complete file.
+        open: Files for which the host has not reported a result yet.
+        done: Total number of bytes that the host has.
+        again: True if the host needs another round.
     """
 
     have: list[int] = field(default_factory=list)
@@ -71,19 +72,19 @@ class _State:
     again: bool = False
 
     def needs(self, number: int) -> bool:
-        """Return True if the host needs this file in the current round."""
+        """Return True if this file must be sent to the host in the current round."""
         return number in self.open and not self.again
 
 
 class Copy:
-    """One copy to several hosts.
+    """A copy operation to several hosts.
 
     Args:
         hosts: Connected hosts.
         source: Files to copy and their destination.
-        progress: Progress display.
-        direct: If True, send to each host from this machine, not from host to host.
-        checksum: If True, compare files by content instead of by size and time.
+        progress: Displays the progress.
+        direct: If True, this machine sends to each host instead of chaining the hosts.
+        checksum: If True, compare files by content instead of by size and modification time.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class Copy:
         self.outcomes = {host: Outcome(hosts.problems.get(host, "")) for host in hosts.names}
 
     def run(self) -> dict[str, Outcome]:
-        """Copy in rounds until each host has everything or has failed."""
+        """Copy in rounds until each host has all files or has failed. Returns the outcomes by host."""
         left = self._hosts.connected
         for number in range(len(left) + 2):
             self._prepare(left, first=number == 0)
@@ -134,7 +135,7 @@ class Copy:
             self._fail(host, answer["problem"])
         return {host: answer for host, answer in answers.items() if not answer["problem"]}
 
-    # --- a round -------------------------------------------------------------------------------
+    # --- rounds --------------------------------------------------------------------------------
 
     def _prepare(self, hosts: Sequence[str], first: bool) -> None:
         """Send the list of files and ask the hosts what they already have."""
@@ -157,7 +158,7 @@ class Copy:
         self._show()
 
     def _arrange(self) -> None:
-        """Chain the hosts. This machine stays outside the chains."""
+        """Connect the hosts into chains. If this machine is a destination, it is not chained to others."""
         local = [host for host in self._states if host in self._hosts.shell.local]
         others = [host for host, state in self._states.items() if host not in local and state.open]
         if self._direct or len(others) < 2:
@@ -169,7 +170,7 @@ class Copy:
     # --- files ---------------------------------------------------------------------------------
 
     def _copy(self, file: int, entry: Entry) -> None:
-        """Send a file to all hosts that do not have it."""
+        """Send a file to all hosts that need it in the current round."""
         receivers = [host for host, state in self._states.items() if state.needs(file)]
         if not receivers:
             return
@@ -187,7 +188,7 @@ class Copy:
         """Send a file's bytes to the first host of each chain. Returns the file's SHA-256.
 
         Raises:
-            OSError: The file cannot be read, or it has changed.
+            OSError: The file cannot be read, or it has changed since it was listed.
         """
         digest, at = hashlib.sha256(), 0
         with open(entry.source, "rb", buffering=0) as file:
@@ -237,13 +238,13 @@ class Copy:
         if not message["problem"]:
             outcome.files += 1
         elif message["again"] and (host, file) not in self._corrupted:
-            self._corrupted.add((host, file))  # a part kept from an earlier copy may have been corrupt
+            self._corrupted.add((host, file))  # data kept from an earlier copy may be corrupt
             state.again = True
         else:
             outcome.bad.append(f"{self._files[file].path}: {message['problem']}")
 
     def _cut(self, host: str, behind: bool) -> None:
-        """Leave a host and its successors in the chain, or only these if ``behind``, to another round."""
+        """Schedule another round for a host and its successors, or only for the successors if ``behind``."""
         for chain in self._chains:
             if host in chain:
                 for other in chain[chain.index(host) + behind :]:

@@ -1,4 +1,4 @@
-"""List the entries of a copy: a single file, or everything in a directory."""
+"""List the entries to copy: a single file, or all contents of a directory."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from ringdance.errors import LaunchError
 
 
 class Entry(NamedTuple):
-    """A file, directory or link below the destination. All fields except ``source`` are sent to the agents.
+    """A file, directory or symbolic link to copy. All fields except ``source`` are sent to the agents.
 
     Attributes:
         path: Path relative to the destination, "" for the destination itself.
         kind: "file", "directory" or "link".
-        size: Size of a file in bytes.
+        size: Size in bytes, for a file.
         mode: Permission bits.
-        changed: Modification time in ns since the epoch.
-        text: Target of a link, or a file's SHA-256 if contents are compared.
+        changed: Modification time in nanoseconds since the epoch.
+        text: Target of a link, or SHA-256 of a file if contents are compared.
         source: Path on this machine.
     """
 
@@ -39,9 +39,9 @@ class Source:
     """The entries of a copy and their destination.
 
     Attributes:
-        root: Directory on the hosts to which all entries' paths are relative.
-        entries: Entries, each directory before its contents.
-        skipped: Paths of sockets, pipes and devices, which cannot be copied.
+        root: Directory on the hosts to which the entries' paths are relative.
+        entries: All entries. A directory precedes its contents.
+        skipped: Paths of sockets, pipes and devices, which are not copied.
     """
 
     root: str
@@ -62,17 +62,17 @@ class Source:
 def collect(source: str, destination: str, checksum: bool = False) -> Source:
     """List the entries to copy.
 
-    A directory's contents go to ``destination`` itself, and a file becomes ``destination``. If
-    ``destination`` ends with a slash, both go into it under their own names.
+    A directory's contents are copied into ``destination``, and a file is copied to that path. If
+    ``destination`` ends with a slash, the file or directory is created in it under its own name.
 
     Args:
         source: File or directory on this machine.
-        destination: Path on the hosts, relative to the current directory's path.
-        checksum: If True, files are compared by content.
+        destination: Path on the hosts. A relative path starts from this process's working directory.
+        checksum: If True, compute SHA-256 sums, so that files are compared by content.
 
     Raises:
         LaunchError: ``source`` is neither a file nor a directory.
-        OSError: Something cannot be read.
+        OSError: A file or directory cannot be read.
     """
     if destination.endswith("/"):
         destination += os.path.basename(os.path.abspath(source))
@@ -103,7 +103,7 @@ def _walk(top: str, checksum: bool, skipped: list[str], below: str = "") -> Iter
 
 
 def _file(path: str, source: str, found: os.stat_result, checksum: bool) -> Entry:
-    with open(source, "rb") as file:  # reports an unreadable file before the copy starts
+    with open(source, "rb") as file:  # fail before the copy starts if unreadable
         digest = hashlib.file_digest(file, "sha256").hexdigest() if checksum else ""
     mode = stat.S_IMODE(found.st_mode) & 0o777
     return Entry(path, "file", found.st_size, mode, found.st_mtime_ns, digest, source)

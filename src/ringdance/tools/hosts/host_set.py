@@ -19,7 +19,7 @@ from ringdance.launch.parser import number
 from ringdance.launch.remote.connect import Remote, attempt, close_all
 from ringdance.launch.remote.shell import RemoteShell, add_host_options, hosts_of, remote_shell_of
 
-# ssh exits 20 s after its host stops answering.
+# ssh exits if its host has not answered for 20 s.
 _KEEP_ALIVE = ("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=4")
 
 Event = tuple[str, dict[str, Any] | None, bytes]
@@ -35,10 +35,10 @@ class HostSet:
     """Hosts with their slots, in the order given, and the agents on them.
 
     Attributes:
-        slots: Slots by host name, 0 if not specified.
-        shell: Remote shell that reaches the hosts.
-        agents: Agents on the hosts that answered.
-        problems: Reasons why the other hosts cannot be used. Includes hosts lost later.
+        slots: Number of slots by host name, 0 if not specified.
+        shell: Remote shell for reaching the hosts.
+        agents: Agents by host name, for the hosts that answered.
+        problems: Reasons why hosts cannot be used, by host name. Includes hosts lost later.
     """
 
     slots: dict[str, int]
@@ -53,15 +53,15 @@ class HostSet:
 
     @property
     def connected(self) -> list[str]:
-        """Hosts with an agent whose connection is not lost."""
+        """Names of the hosts that are connected to their agent."""
         return [host for host in self.agents if host not in self.problems]
 
     def connect(self, timeout: float, log: Callable[[str], None] = _print) -> None:
-        """Start the missing agents in parallel. Stores the hosts that cannot be used in ``problems``.
+        """Start the missing agents in parallel. Adds hosts that cannot be used to ``problems``.
 
         Args:
-            timeout: Seconds within which a host must answer.
-            log: Function called from time to time with the hosts that have not answered yet.
+            timeout: Seconds to wait for a host to answer.
+            log: Called periodically with a message about the hosts that have not answered yet.
         """
         missing = [host for host in self.names if host not in self.agents]
         started, self.problems = attempt(missing, self.shell, timeout, log)
@@ -74,7 +74,7 @@ class HostSet:
         close_all(self.agents.values())
 
     def send(self, host: str, message: Mapping[str, Any], payload: bytes = b"") -> None:
-        """Send to an agent without waiting. If the agent is lost, ``step`` reports it."""
+        """Queue a message for a host's agent. If the agent is lost, ``step()`` reports it."""
         if host not in self.problems:
             self.agents[host].frames.send(dict(message), payload)
 
@@ -83,10 +83,10 @@ class HostSet:
         return 0 if host in self.problems else self.agents[host].frames.unsent
 
     def step(self, timeout: float | None) -> list[Event]:
-        """Send queued bytes and return messages as soon as any arrive.
+        """Send queued data, and return the agents' messages as soon as any arrive.
 
         Args:
-            timeout: Seconds to wait for messages. None waits until one arrives.
+            timeout: Maximum number of seconds to wait for messages. None waits indefinitely.
         """
         with selectors.DefaultSelector() as selector:
             for host in self.connected:
@@ -119,10 +119,10 @@ class HostSet:
     def ask(
         self, messages: Mapping[str, Mapping[str, Any]], payload: bytes = b"", timeout: float = 60.0
     ) -> dict[str, dict[str, Any]]:
-        """Send each host its message and wait for the answers. All messages have the same task.
+        """Send a message to each host and wait for the answers. All messages must have the same task.
 
         Returns:
-            Answers by host. An answer's "problem" is "" if it succeeded.
+            The answers by host. The value of "problem" is "" on success.
         """
         answers: dict[str, dict[str, Any]] = {
             host: {"problem": self.problems[host]} for host in messages if host in self.problems
@@ -145,7 +145,7 @@ class HostSet:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options that select the hosts and the way to reach them."""
+    """Add the options that select the hosts and define how to reach them."""
     group = parser.add_argument_group("hosts")
     add_host_options(group)
     text = "seconds within which a host must answer (default %(default)g)"
@@ -153,10 +153,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def host_set(arguments: argparse.Namespace) -> HostSet:
-    """Return the hosts in the arguments, or otherwise the hosts allocated by a scheduler. Does not connect.
+    """Return the hosts given in the arguments, or by default those allocated by a scheduler, unconnected.
 
     Raises:
-        LaunchError: There are no hosts, or their names cannot be parsed.
+        LaunchError: No hosts are given or allocated, or their names cannot be parsed.
     """
     shell = remote_shell_of(arguments, _KEEP_ALIVE)
     hosts = hosts_of(arguments, slots=0)
@@ -170,7 +170,7 @@ def host_set(arguments: argparse.Namespace) -> HostSet:
 
 
 def of_hosts(hosts: Sequence[tuple[str, int]], shell: RemoteShell) -> HostSet:
-    """Return hosts with their slots. All names of this machine count as one host."""
+    """Create a set of hosts with their slots. Merges all names of this machine into one host."""
     local = local_names(name for name, _ in hosts)
     first = next((name for name, _ in hosts if name in local), "")
     slots = dict(merge((first if name in local else name, count) for name, count in hosts))

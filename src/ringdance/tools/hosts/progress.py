@@ -9,10 +9,10 @@ from rich.console import Console
 
 
 class CopyProgress:
-    """A progress bar for the slowest host. There is no bar if stderr is not a terminal.
+    """A progress bar that tracks the slowest host. It is hidden if stderr is not a terminal.
 
     Args:
-        total: Bytes that each host has at the end.
+        total: Number of bytes that a complete host has.
     """
 
     def __init__(self, total: int) -> None:
@@ -29,12 +29,12 @@ class CopyProgress:
         self._console.print(f"ringdance hosts: {text}")
 
     def update(self, done: Mapping[str, int]) -> None:
-        """Show the slowest host's number of bytes, and its name if it lags behind the others."""
+        """Update the bar to the slowest host's byte count. Shows its name if it lags behind the others."""
         if not done:
             return
         slowest = min(done, key=done.__getitem__)
         task = self._progress.tasks[self._task]
-        if not task.completed:  # bytes kept from an earlier copy must not count as speed
+        if not task.completed:  # exclude bytes kept from an earlier copy from the speed
             self._progress.reset(self._task, completed=done[slowest])
         self._progress.start()
         behind = max(done.values()) - done[slowest] > (task.total or 0) / 50

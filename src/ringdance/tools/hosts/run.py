@@ -19,8 +19,8 @@ class Result:
     """The result of a command on a host.
 
     Attributes:
-        output: The command's stdout and stderr, in the order in which they were written.
-        problem: Reason why it did not run, or did not finish. Otherwise "".
+        output: The command's stdout and stderr, interleaved as they were written.
+        problem: Reason why the command did not run or did not finish, or "".
     """
 
     output: bytearray = field(default_factory=bytearray)
@@ -28,9 +28,9 @@ class Result:
 
 
 def run_everywhere(hosts: HostSet, words: Sequence[str], timeout: float) -> dict[str, Result]:
-    """Run a command on all hosts, stop its remaining processes, and return the results by host.
+    """Run a command on all hosts, stop any processes it leaves behind, and return the results by host.
 
-    The command runs in the home directory. The programs of this Python environment come first in its PATH.
+    The command runs in the home directory, with the programs of this Python environment first in its PATH.
 
     Args:
         hosts: Connected hosts.
@@ -63,7 +63,7 @@ def run_everywhere(hosts: HostSet, words: Sequence[str], timeout: float) -> dict
 
 
 def _ended(hosts: HostSet, host: str, message: Mapping[str, object] | None, result: Result) -> bool:
-    """Return True if ``message`` reports the end of the command on a host. Stores the reason of a failure."""
+    """Return True if ``message`` reports that the command has ended on a host. Stores why it failed."""
     if message is None:
         result.problem = hosts.problems[host]
     elif message.get("problem"):
@@ -72,7 +72,7 @@ def _ended(hosts: HostSet, host: str, message: Mapping[str, object] | None, resu
 
 
 def _clean(hosts: HostSet) -> None:
-    """Stop all processes of the command and remove its files."""
+    """Stop all processes started by the command, and remove its temporary files."""
     left = set(hosts.connected)
     for host in left:
         hosts.send(host, {"clean": True, "failed": False})

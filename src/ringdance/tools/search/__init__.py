@@ -1,6 +1,6 @@
-"""Search hyperparameters with ``ringdance search``, and report values to it from a trial.
+"""Hyperparameter search with ``ringdance search``, and ``report()``, which a trial calls to report values.
 
-Importing this package only needs the standard library, because training scripts import it for ``report``.
+Importing this package needs only the standard library, because training scripts import ``report`` from it.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ STOP = ".stop"
 
 
 def report(value: float, step: int | None = None) -> None:
-    """Report the objective's value to ``ringdance search``. Outside of a search, this does nothing.
+    """Report the objective's value to ``ringdance search``. Does nothing outside a search.
 
-    Only rank 0 reports; other ranks return at once. Call it at the end for a result, or after each epoch so
-    that the search can end trials that will not be among the best.
+    Only rank 0 reports a value. On other ranks, the call returns immediately. Call this function once at the
+    end of training, or after each epoch so that the search can prune unpromising trials.
 
     Args:
         value: Objective value: a number or anything ``float()`` accepts, such as a one-element tensor.
-        step: Training step, from 0. Default: the number of earlier reports.
+        step: Training step, starting at 0. Default: the number of earlier reports.
 
     Raises:
-        SystemExit: The search has pruned this trial. If uncaught, this ends all ranks.
-        FileNotFoundError: The study's directory is not on this host.
+        SystemExit: The search has pruned this trial. If not caught, this ends all ranks.
+        FileNotFoundError: The study's directory does not exist on this host.
     """
     target = os.environ.get(REPORT, "")
     ranks = (os.environ.get(name) for name in ("RINGDANCE_RANK", *RANK_NAMES))

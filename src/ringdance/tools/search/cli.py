@@ -39,7 +39,7 @@ exit code: 0 if a trial finished, 1 if none did or too many failed, 2 if nothing
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run ``ringdance search`` with the words after it. Returns the exit code."""
+    """Run ``ringdance search`` with the arguments ``argv``. Returns the exit code."""
     if argv and argv[0] in _SUBCOMMANDS:
         return subcommands.run("ringdance search", "Look at a study.", _SUBCOMMANDS, argv)
     return as_program("ringdance search", lambda: _search(_parser().parse_args(list(argv))))
@@ -89,7 +89,7 @@ def _search(arguments: argparse.Namespace) -> int:
 
 
 def _best(study: Study) -> str:
-    """Return the best trial's command for a shell, in a directory without that trial's files."""
+    """Return a shell command that repeats the best trial in a directory without the trial's files."""
     if (best := study.best()) is None:
         raise LaunchError(f"{study.directory}: no trial has finished yet. Run the search first")
     old, new = ((study.directory / name / f"{best.number:04}").resolve() for name in ("trials", "best"))

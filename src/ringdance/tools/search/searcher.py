@@ -1,4 +1,4 @@
-"""Run trials in parallel until there are enough, and manage their processes and results."""
+"""Run a study's trials in parallel, and manage their processes and results."""
 
 from __future__ import annotations
 
@@ -30,13 +30,14 @@ from ringdance.tools.search.space import Reader, fill
 from ringdance.tools.search.study import Study, short, table
 
 _POLL_S = 0.1
-_STOP_S = 5.0  # maximum time for a pruned trial to end at its next report
-_ALONE_S = 1.0  # time for processes to exit after their leader has exited
+_STOP_S = 5.0  # time for a pruned trial to reach its next report and exit there
+_ALONE_S = 1.0  # time for processes to exit after the trial's main process has exited
 MARK = "RINGDANCE_SEARCH_TRIAL"
 """Variable that all processes of a trial inherit. Its value is the trial's directory."""
 _KILLED = 128 + signal.SIGKILL
-# Writes the exit code to a file, so that a trial that ends after its searcher also has a result. The code
-# is 143 after a signal, because the trial may then save its state and exit with 0. The trap keeps sh alive.
+# Writes the exit code to a file, so that the result of a trial that outlives its searcher is not lost. The
+# trap keeps sh alive until the trial has exited. After a signal the code is always 143, because a trial that
+# handles the signal may save its state and exit with 0 although it is unfinished.
 _SHELL = """trap signalled=143 TERM HUP INT
 "$@"; code=$?; echo "${signalled:-$code}" > "$0.new" && sync "$0.new" && mv "$0.new" "$0"; exit $code"""
 
@@ -45,7 +46,7 @@ Place = Sequence[tuple[str, int]]
 
 
 def places(hosts: HostList, ranks: int) -> list[Place]:
-    """Divide slots into groups of ``ranks`` for trials, each on a single host if possible.
+    """Divide the slots into places with ``ranks`` slots each, on a single host if possible.
 
     Raises:
         LaunchError: There are too few slots for a single trial.
@@ -59,17 +60,17 @@ def places(hosts: HostList, ranks: int) -> list[Place]:
 
 
 class Attempt:
-    """An attempt at a trial, started by this searcher or by an earlier one.
+    """An attempt to run a trial, started by this searcher or by an earlier one.
 
     Attributes:
-        trial: Trial in Optuna.
-        directory: The trial's own directory. ``exit`` in it has the exit code. ``stop`` ends the trial at its
-            next report.
-        reader: Reads the trial's values.
+        trial: The Optuna trial.
+        directory: Directory for this trial alone. Its file ``exit`` contains the exit code. Creating the file
+            ``stop`` ends the trial at its next report.
+        reader: Reads the values of the trial's objective.
     """
 
     def __init__(self, study: Study, number: int | None = None) -> None:
-        """Resume a trial that has been started, or start a new one in the study."""
+        """Take over the trial with this number, or create a new trial in the study if it is None."""
         self.trial, objective = study.trial(number), study.space.objective
         self.directory = (study.directory / "trials" / f"{self.trial.number:04}").resolve()
         self.exit, self.log = self.directory / "exit", self.directory / "log"
@@ -79,8 +80,8 @@ class Attempt:
         self._leader: subprocess.Popen[bytes] | None = None
 
     def start(self, command: Sequence[str], environ: Mapping[str, str]) -> None:
-        """Start the trial's processes in a new session, with their output in ``log``."""
-        shutil.rmtree(self.directory, ignore_errors=True)  # from a start that was interrupted
+        """Start the trial's processes in a new session, with their output going to the file ``log``."""
+        shutil.rmtree(self.directory, ignore_errors=True)  # left by an interrupted start
         self.directory.mkdir(parents=True)
         (self.directory / "params.json").write_text(json.dumps(self.trial.params) + "\n")
         words, none = ["/bin/sh", "-c", _SHELL, str(self.exit), *command], subprocess.DEVNULL
@@ -91,26 +92,26 @@ class Attempt:
             )
 
     def code(self) -> int | None:
-        """Return the exit code, or None while it runs. After signal n, it is 128 + n for any command."""
-        if self.exit.exists() and (text := self.exit.read_text().strip()):  # empty after a crash of the host
+        """Return the exit code, 128 + n if ended by signal n. Returns None while the trial is running."""
+        if self.exit.exists() and (text := self.exit.read_text().strip()):  # empty if the host crashed
             return int(text)
         return None if self._leader and self._leader.poll() is None else _KILLED
 
     def processes(self) -> list[psutil.Process]:
-        """Return the attempt's processes on this host."""
+        """Return the processes on this host that belong to the attempt."""
         processes, mark = psutil.process_iter(["environ"]), str(self.directory)
-        return [p for p in processes if (p.info["environ"] or {}).get(MARK) == mark]  # a zombie has none
+        return [p for p in processes if (p.info["environ"] or {}).get(MARK) == mark]  # a zombie's is None
 
 
 @dataclass
 class Searcher:
-    """Runs the trials of a study. Its main thread has a worker thread for each place.
+    """Runs the trials of a study, with one worker thread per place.
 
     Attributes:
-        places: Places, each for one trial at a time.
-        command: Command of a trial, with placeholders.
-        launch: Options of ``ringdance run``. If None, the command itself runs on this machine.
-        environ: Environment variables of the trials.
+        places: Groups of slots. Each runs one trial at a time.
+        command: Command that runs a trial, with placeholders.
+        launch: Options for ``ringdance run``. If None, the command runs directly on this machine.
+        environ: Environment variables for the trials.
         grace: Seconds that a trial has to exit after SIGTERM.
     """
 
@@ -122,13 +123,13 @@ class Searcher:
     environ: Mapping[str, str]
     grace: float
     _signals: int = 0
-    # The lock protects everything about the study, except a trial's reports, and these two fields.
-    _waiting: list[int] = field(default_factory=list)  # trials that must be started again
+    # The lock protects the study, except for reading a trial's reports, and the two fields below.
+    _waiting: list[int] = field(default_factory=list)  # trials to be restarted
     _failed: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def run(self) -> int:
-        """Run until the study has all its trials. Returns the exit code."""
+        """Run trials until the study is complete. Returns the exit code."""
         for number in STOPPING:
             if signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self._signal)
@@ -147,10 +148,10 @@ class Searcher:
     def _signal(self, *_: object) -> None:
         self._signals += 1
 
-    # --- on the pool's threads ---------------------------------------------------------------------
+    # --- on worker threads -------------------------------------------------------------------------
 
     def _take_up(self, number: int) -> None:
-        """End what a killed searcher has left running. Keeps its result, or schedules it again."""
+        """End a trial left running by a killed searcher. Records its result, or schedules it again."""
         with self._lock:
             attempt = Attempt(self.study, number)
         self._end(attempt)
@@ -158,7 +159,7 @@ class Searcher:
             self._finish(attempt, left=True)
 
     def _work(self, place: Place) -> None:
-        """Run trials in a place, one after another."""
+        """Run trials in a place, one at a time."""
         try:
             while attempt := self._next():
                 self._run(attempt, place)
@@ -176,7 +177,7 @@ class Searcher:
             return None if enough else Attempt(self.study)
 
     def _run(self, one: Attempt, place: Place) -> None:
-        """Run a trial until it exits, is pruned, or a signal arrives, which leaves it unfinished."""
+        """Run a trial until it exits or is pruned. If a signal arrives, end it and leave it unfinished."""
         slots = ",".join(str(number) for _, number in place)
         filled = fill(self.command, one.trial.params, one.directory, slots)
         launch = [] if self.launch is None else ["ringdance", "run", "-np", str(len(place)), *self.launch]
@@ -201,16 +202,16 @@ class Searcher:
                 self._finish(one)
 
     def _passed_on(self, one: Attempt, ended: bool = False) -> bool:
-        """Pass new values of a trial to the pruner. Returns True if it decides to prune the trial."""
+        """Pass a trial's new values to the pruner. Returns True if the pruner decides to prune the trial."""
         pruned = False
         for step, value in one.reader.new(ended):
-            if self.study.space.pruner["name"] != "nop":  # every report is a synced write
+            if self.study.space.pruner["name"] != "nop":  # each report costs an fsync
                 one.trial.report(value, step)
                 pruned = one.trial.should_prune() or pruned
         return pruned
 
     def _end(self, one: Attempt) -> None:
-        """End the trial's processes here, SIGTERM first. Processes elsewhere end with the launcher."""
+        """End the trial's processes on this host, SIGTERM first. The launcher ends those on other hosts."""
         shells, until = [], time.monotonic() + self.grace
         for process in one.processes() if one.code() in (None, _KILLED) else []:
             with contextlib.suppress(psutil.Error, OSError):
@@ -229,7 +230,10 @@ class Searcher:
     # --- outcome of a trial ------------------------------------------------------------------------
 
     def _finish(self, one: Attempt, left: bool = False) -> None:
-        """Record how a trial ended. A killed trial runs again, once or if its searcher was killed too."""
+        """Record how a trial ended. A killed trial is restarted once.
+
+        It is always restarted if its searcher was killed as well (``left``).
+        """
         code, trial = one.code() or 0, one.trial
         self._passed_on(one, ended=True)
         if one.stop.exists():
@@ -245,13 +249,13 @@ class Searcher:
             trial.set_user_attr("killed", not left)
             self._waiting.append(trial.number)
             return self._say(one, f"was killed and starts again: {reason}")
-        self._failed += bool(code or not one.reader.values)  # nan or inf is normal if lr is too high
+        self._failed += bool(code or not one.reader.values)  # but NaN or inf is normal if lr is too high
         trial.set_user_attr("reason", reason)
         self.study.tell(trial, "FAIL")
         self._say(one, f"failed: {reason}")
 
     def _set_aside(self, one: Attempt) -> Path:
-        """Keep the directory of a failed attempt under a new name. Returns this name."""
+        """Move the directory of a failed attempt to ``failed``. Returns its new path."""
         failed, name = self.study.directory / "failed", one.directory.name
         target = failed / f"{name}.{1 + len(list(failed.glob(f'{name}.*')))}"
         failed.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""The file of a search: its parameters, its objective, and how to search the space."""
+"""The search file: it defines the parameters, the objective, and how to search the space."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OWN = ("trial", "dir", "params", "slots")
 _NAME = r"[A-Za-z_]\w*"
 _PLACEHOLDER = re.compile(r"(?<!\$)\{([A-Za-z_]\w*)\}")
 _COUNT = r"[1-9]\d*", "a whole number, 1 or more"
-# Patterns for the repr of the file's values, and their descriptions.
+# Patterns that match the repr of valid values in the file, and their descriptions.
 _FORMS = {
     "trials": _COUNT, "failures": _COUNT, "goal": ("'(maximize|minimize)'", "maximize or minimize"),
     "take": ("'(last|best)'", "last or best"),
@@ -27,11 +27,11 @@ _FORMS = {
 
 
 class Parameter(NamedTuple):
-    """A parameter of a space.
+    """A parameter to search.
 
     Attributes:
-        kind: "float", "int" or "categorical". Optuna's ``suggest_`` method of this name chooses its value.
-        options: Arguments of this method: low, high, step and log, or choices.
+        kind: "float", "int" or "categorical", the suffix of the Optuna ``suggest_`` method that is called.
+        options: Arguments for that method: low, high, step and log, or choices.
     """
 
     kind: str
@@ -40,14 +40,14 @@ class Parameter(NamedTuple):
 
 @dataclass(frozen=True)
 class Objective:
-    """The value to maximize or minimize, and where to find it in a trial.
+    """The value to maximize or minimize, and how to obtain it from a trial.
 
     Attributes:
-        name: Name for messages and tables.
+        name: Name shown in messages and tables.
         goal: "maximize" or "minimize".
-        line: Regular expression for lines of the output. The group ``value``, or the first group, is the
-            number; a group ``step`` is the step. If "", values come from ``ringdance.report``.
-        take: The "last" value of a trial, or its "best".
+        line: Regular expression for output lines. The group ``value``, or else the first group, matches the
+            number, and an optional group ``step`` the step. If "", trials call ``ringdance.report``.
+        take: "last" or "best": which of a trial's values is its result.
     """
 
     name: str = "objective"
@@ -58,14 +58,14 @@ class Objective:
 
 @dataclass(frozen=True)
 class Space:
-    """The content of a search file.
+    """The contents of a search file.
 
     Attributes:
         parameters: Parameters by name.
-        objective: Value to optimize.
-        trials: Number of trials, including failed ones.
+        objective: The value to optimize.
+        trials: Number of trials to run, including failed ones.
         failures: Number of failed trials after which the search stops.
-        sampler, pruner: Name and options of an Optuna sampler or pruner.
+        sampler, pruner: Name and options of the Optuna sampler and of the pruner.
     """
 
     parameters: Mapping[str, Parameter]
@@ -76,7 +76,7 @@ class Space:
     pruner: Mapping[str, Any] = field(default_factory=lambda: {"name": "nop"})
 
     def definition(self) -> dict[str, Any]:
-        """Return what all trials of a study share, in the form of a search file."""
+        """Return the part that must stay the same for all trials in a study, in search file format."""
         aim = {key: value for key, value in asdict(self.objective).items() if value}
         return {"parameters": {name: p.options for name, p in self.parameters.items()}, "objective": aim}
 
@@ -90,7 +90,7 @@ def read_space(path: Path) -> Space:
 
 
 def parse_space(found: Any) -> Space:
-    """Build a space from a file's content. Raises ValueError with the problem and the fix."""
+    """Build a space from the parsed contents of a file. Raises ValueError if they are invalid."""
     options = _checked("the file", found, [item.name for item in fields(Space)])
     parameters = _checked("parameters", options.pop("parameters", {}))
     if not parameters:
@@ -107,7 +107,7 @@ def parse_space(found: Any) -> Space:
 
 
 def _checked(name: str, found: Any, known: Sequence[str] = ()) -> dict[str, Any]:
-    """Return a mapping from the file after checking its keys, unless any are allowed, and its values."""
+    """Check the values of a mapping in the file, and its keys if ``known`` is given. Returns the mapping."""
     if not isinstance(found, Mapping):
         raise ValueError(f"{name} must have lines `key: value`. Received: {found!r}")
     for key, value in found.items() if known else ():
@@ -133,7 +133,7 @@ def _parameter(name: Any, found: Any) -> Parameter:
         if choices and not isinstance(options["choices"], list):
             raise ValueError("choices must be a list")
         kind = "categorical" if choices else "float" if float in map(type, numbers) else "int"
-        # Optuna records the first of several equal choices, whichever was tried.
+        # If choices are equal (1 and 1.0), Optuna records the first of them, whichever was tried.
         same = [choice for choice in options.get("choices", ()) if options["choices"].count(choice) > 1]
         if same:
             raise ValueError(f"{' and '.join(map(as_text, same))} are equal to Optuna")
@@ -148,7 +148,7 @@ def _parameter(name: Any, found: Any) -> Parameter:
 
 
 def check_command(space: Space, command: Sequence[str]) -> None:
-    """Raise a LaunchError if no trial receives one of the parameters."""
+    """Raise a LaunchError if a parameter is not passed to the trials."""
     used = set(_PLACEHOLDER.findall(" ".join(command)))
     if lost := [name for name in space.parameters if not used & {name, "params"}]:
         text = f"no trial receives parameter {', '.join(lost)}. Write {{{lost[0]}}} into the command, as in "
@@ -156,9 +156,9 @@ def check_command(space: Space, command: Sequence[str]) -> None:
 
 
 def fill(texts: Sequence[str], values: Mapping[str, Any], directory: Path, slots: str) -> list[str]:
-    """Replace the placeholders in texts by a trial's parameters, number, directory and slots.
+    """Replace placeholders in texts with a trial's parameters, number, directory and slots.
 
-    The name of the directory is the number. Other names in braces stay as they are.
+    The trial's number is the name of its directory. Unknown names in braces are left unchanged.
     """
     own = {"trial": str(int(directory.name)), "dir": str(directory), "slots": slots}
     own["params"] = str(directory / "params.json")
@@ -167,7 +167,7 @@ def fill(texts: Sequence[str], values: Mapping[str, Any], directory: Path, slots
 
 
 def as_text(value: Any) -> str:
-    """Return a parameter's value as it appears in a command or a variable: `true`, `0.01`, or plain text."""
+    """Format a parameter's value for a command or an environment variable: `true`, `0.01`, or plain text."""
     return value if isinstance(value, str) else json.dumps(value)
 
 
@@ -175,7 +175,10 @@ def as_text(value: Any) -> str:
 
 
 def value_group(line: str) -> int:
-    """Return the number's group: ``value``, or the first one that is not ``step``; 0 if neither exists."""
+    """Return the index of the group that matches the number, 0 if there is none.
+
+    This is the group ``value``, or else the first group other than ``step``.
+    """
     try:
         pattern = re.compile(line)
     except re.error:
@@ -185,14 +188,17 @@ def value_group(line: str) -> int:
 
 
 class Reader:
-    """Reads the objective's values from a growing file, which has the output or reports."""
+    """Reads the objective's values from a growing file that contains a trial's output or its reports."""
 
     def __init__(self, objective: Objective, path: Path) -> None:
         self._objective, self._path, self._offset = objective, path, 0
         self.values: list[float] = []
 
     def new(self, ended: bool = False) -> list[tuple[int, float]]:
-        """Return steps and values since the last call. After the end, an unfinished line counts too."""
+        """Return the steps and values added since the last call.
+
+        An incomplete last line is included only if the trial has ``ended``.
+        """
         if not self._path.exists():
             return []
         with open(self._path, "rb") as file:
@@ -202,7 +208,7 @@ class Reader:
         self._offset += len(data)
         reports = []
         for line in data.decode(errors="replace").splitlines():
-            # Skips other lines, and values that are not numbers.
+            # Skip lines that do not match, and values that are not numbers.
             with contextlib.suppress(ValueError, TypeError, LookupError, AttributeError, OverflowError):
                 step, value = self._parse(line)
                 reports.append((len(self.values) if step is None else max(0, int(step)), float(value)))
@@ -218,7 +224,7 @@ class Reader:
         return record.get("step"), record["value"]
 
     def result(self) -> tuple[float, str]:
-        """Return the trial's objective, and the reason if it has none, otherwise ""."""
+        """Return the trial's result and "". If the result is not finite, return the reason instead of ""."""
         aim, numbers = self._objective, list(filter(math.isfinite, self.values))
         if not self.values:
             return math.nan, f"no {aim.name} was found by {aim.line or 'ringdance.report'}"

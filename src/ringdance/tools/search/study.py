@@ -1,4 +1,4 @@
-"""A study on disk, managed by Optuna: its trials, their results, and what to try next."""
+"""A study on disk, managed by Optuna: its trials, their results, and the choice of the next parameters."""
 
 from __future__ import annotations
 
@@ -27,20 +27,23 @@ STATES = {"COMPLETE": "finished", "PRUNED": "pruned", "FAIL": "failed", "RUNNING
 
 
 class Study:
-    """Trials in a directory, for one searcher at a time.
+    """A study stored in a directory. Only one searcher can use the study at a time.
 
-    ``journal.log`` has Optuna's records. ``trials/NUMBER`` has what a trial wrote, and
-    ``failed/NUMBER.ATTEMPT`` the same for failed attempts.
+    ``journal.log`` contains Optuna's records. ``trials/NUMBER`` contains the files written by a trial, and
+    ``failed/NUMBER.ATTEMPT`` those written by a failed attempt.
 
     Attributes:
-        study: Optuna study. Its user attributes are the space's definition and the command with placeholders.
-            Its trials' user attributes are their commands.
-        space: The space that was passed, or one built from this definition.
+        study: The Optuna study. Its user attributes store the space's definition and the command with
+            placeholders. Each trial's user attributes store the command that was run.
+        space: The ``space`` argument, or a space built from the stored definition.
         exhausted: True once the sampler has nothing more to try.
     """
 
     def __init__(self, directory: Path, space: Space | None = None, command: Sequence[str] = ()) -> None:
-        """Open the study in ``directory``: with a ``space`` to search, creating it if needed, or to read.
+        """Open the study in ``directory``.
+
+        Given a ``space``, open it to run trials, and create it if it does not exist. Otherwise open it to
+        read.
 
         Raises:
             LaunchError: The study does not exist, is in use, or belongs to a different space or command.
@@ -51,7 +54,7 @@ class Study:
         self.directory, journal = directory, directory / "journal.log"
         check_regular(journal)
         if space:
-            self._made("sampler", space.sampler)  # rejects wrong options before anything is written
+            self._made("sampler", space.sampler)  # reject invalid options before writing anything
             self._made("pruner", space.pruner)
             self._take(journal)
         elif not journal.exists():
@@ -75,11 +78,11 @@ class Study:
         if space:
             self._check(journal, list(command))
         self.study.pruner = self._made("pruner", self.space.pruner)
-        self.study.stop = self._stop  # Optuna's own method only works in its own loop
+        self.study.stop = self._stop  # Optuna's method works only inside optimize()
         self.exhausted = False
 
     def _check(self, journal: Path, command: Sequence[str]) -> None:
-        """Reject a journal that has lost trials, and a command that did not produce the results."""
+        """Reject a journal that has lost trials, and a command that differs from the study's."""
         known = len(self.trials())
         names = (path.name for path in self.directory.glob("trials/*"))
         if any(name.isdecimal() and int(name) >= known for name in names):
@@ -96,7 +99,7 @@ class Study:
         self.exhausted = True
 
     def _take(self, journal: Path) -> None:
-        """Lock out other searchers, and remove an incomplete record that a killed searcher left."""
+        """Lock out other searchers, and remove an incomplete record left by a killed searcher."""
         self.directory.mkdir(parents=True, exist_ok=True)
         lock = self.directory / "ringdance-search.lock"
         if not lock.exists() and any(self.directory.iterdir()):
@@ -113,7 +116,7 @@ class Study:
             os.truncate(journal, data.rfind(b"\n") + 1)
 
     def _made(self, kind: str, options: Mapping[str, Any]) -> Any:
-        """Create an Optuna sampler or pruner by its short name: ``tpe`` is its TPESampler."""
+        """Create an Optuna sampler or pruner from its short name, such as ``tpe`` for TPESampler."""
         module, options = getattr(self._optuna, f"{kind}s"), dict(options)
         ends = kind.capitalize()
         known = {name.removesuffix(ends).lower(): name for name in dir(module) if name.endswith(ends)}
@@ -137,8 +140,9 @@ class Study:
         return self.study.best_trial if self.trials("COMPLETE") else None
 
     def trial(self, number: int | None = None) -> Trial:
-        """Return a trial that has been started, or start one. Chooses the parameters it does not have yet."""
-        # Each trial seeds its own random numbers, so neither a resumed search nor the next seed repeats them.
+        """Return the trial with this number, or create one. Chooses parameters that are still missing."""
+        # Each trial has its own random seed, so that neither a resumed search nor a search with the next seed
+        # repeats the same random numbers.
         options = dict(self.space.sampler)
         if options.get("seed") is not None:
             own = f"{options['seed']} {len(self.trials()) if number is None else number}"
@@ -157,12 +161,12 @@ class Study:
         return trial
 
     def tell(self, trial: Trial, state: str, value: float | None = None) -> None:
-        """End a trial."""
+        """Record the final state and value of a trial."""
         self.study.tell(trial, value, state=self._optuna.trial.TrialState[state])
 
 
 def headline(study: Study) -> str:
-    """Return a study's progress in one line."""
+    """Summarize a study's progress in one line."""
     counts = [f"{number} {word}" for state, word in STATES.items() if (number := len(study.trials(state)))]
     best, end = study.best(), ""
     if best:
@@ -171,7 +175,7 @@ def headline(study: Study) -> str:
 
 
 def table(study: Study, *states: str) -> Table:
-    """Return a table of the trials in these states. Those without a result show the pruner's last value."""
+    """Return a table of the trials in these states. Without a result, a trial's last report is shown."""
     made = Table(title=headline(study), title_justify="left", box=SIMPLE_HEAD)
     names = list(study.space.parameters)
     for name in ("trial", "state", study.space.objective.name, "seconds", *names):
@@ -187,5 +191,5 @@ def table(study: Study, *states: str) -> Table:
 
 
 def short(value: Any) -> str:
-    """Return a value in readable form."""
+    """Format a value for display."""
     return f"{value:.5g}" if isinstance(value, float) else as_text(value)
