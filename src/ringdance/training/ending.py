@@ -81,7 +81,7 @@ class Process:
             self._note_failure()
 
     def _note_failure(self) -> None:
-        """Report once that this rank fails, because of an error that nobody has seen or its exit code."""
+        """Report once that this rank fails, because of an error that was never raised, or its exit code."""
         if self.unseen is not None and self.pid == os.getpid() and not self.failed:
             self.engine, error = self.unseen
             error.add_note("ringdance: this happened in a compiled program, and no result was read since.")
