@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import runpy
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent / "_extensions"))
+runpy.run_path(str(Path(__file__).parent / "figures" / "make.py"), run_name="__main__")  # draws the figures
 
 from ringdance import __version__
 

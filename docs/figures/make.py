@@ -105,23 +105,23 @@ def architecture(theme: Theme) -> Iterator[str]:
             yield text(x + 14, y + 43, what, faint, 13)
             if number + 1 < len(rows):
                 yield arrow(f"M{x + 235} {y + 54}V{y + 72}", theme)
-    yield text(20, 428, "An arrow: may import. settings and errors may be imported by all.", faint, 13)
-    yield text(20, 448, "The two columns do not import each other.", faint, 13)
+    yield text(20, 354, "Each layer imports only the layers below it. All may import settings, errors and host.", faint, 13)
+    yield text(20, 374, "The engine and the launcher do not import each other.", faint, 13)
 
 
 LIBRARY = (
-    ("torch · tensorflow · keras · jax · numpy", "bindings: a framework's tensors as views of memory"),
-    ("training", "DistributedOptimizer, broadcasts, objects, compression, sharding"),
-    ("session", "init() and shutdown(): the engine of this process"),
+    ("torch · tensorflow · keras · jax · mxnet · numpy", "bindings: a framework's tensors as views of memory"),
+    ("training", "what the bindings share: init(), gradients, sharding, checkpoints"),
     ("core", "the engine: submit → agree → batch → exchange → complete"),
-    ("transport", "MPI, shared memory of a host, threads for tests"),
+    ("core.transport", "MPI, and the memory that the ranks of a host share"),
 )
 LAUNCHER = (
-    ("cli", "one subcommand each"),
-    ("doctor · hosts · submit", "check machines, copy files, hand jobs to a scheduler"),
+    ("tools", "a package or module for each subcommand: doctor, report, plan, ..."),
+    ("submit", "jobs for Kubernetes, SageMaker and Ray"),
     ("launch", "job → plan (pure data) → one agent per host → mpiexec → ranks"),
-    ("cluster", "hosts that a scheduler has allocated: Slurm, LSF, pods, ..."),
+    ("host", "what runs on every host: agents, schedulers, cleanup"),
 )
+README = ("ranks-light.svg", "ranks-dark.svg")  # shown by README.md, so tracked; Sphinx draws the others
 
 
 def figures() -> Iterator[tuple[str, str]]:
@@ -129,8 +129,8 @@ def figures() -> Iterator[tuple[str, str]]:
     for name, theme in THEMES.items():
         label = "Four ranks on two hosts average their gradients"
         yield f"ranks-{name}.svg", picture(800, 444, label, theme, ranks(theme))
-        label = "Layers: bindings, training, session, core, transport; cli, tools, launch, cluster"
-        yield f"architecture-{name}.svg", picture(1000, 460, label, theme, architecture(theme))
+        label = "Layers: bindings, training, core, transport; tools, submit, launch, host"
+        yield f"architecture-{name}.svg", picture(1000, 386, label, theme, architecture(theme))
 
 
 if __name__ == "__main__":
