@@ -172,12 +172,13 @@ def page(data: dict[str, Section], absent: list[str]) -> str:
     lines = [
         "# Horovod's names",
         "",
-        "The public names and signatures of Horovod 0.28.1 that scripts rely on, and what is",
-        "different here. A test compares this list with the code: names, order, kinds and defaults of",
-        "parameters, values, base classes. Nothing in the last column means: as there.",
+        "This page lists the public names and signatures of Horovod 0.28.1 that scripts rely on. If",
+        "Ringdance differs from Horovod, the last column says how. An empty cell means that there is no",
+        "difference. A test compares the list with the code: the names, order, kinds and defaults of",
+        "parameters, the values of constants, and the base classes.",
     ]
     for module, section in data.items():
-        lines += ["", f"## {module}", "", "| name | different here |", "| --- | --- |"]
+        lines += ["", f"## {module}", "", "| name | difference in Ringdance |", "| --- | --- |"]
         explained = section.get("differences", {})
         for name, parameters in names_of(section).items():
             told = " ".join(explained.get(name, "").split())
@@ -187,8 +188,8 @@ def page(data: dict[str, Section], absent: list[str]) -> str:
             lines.append(f"| `{name}{parameters}` | {told} |")
         for other, names in section.get("also_in", {}).items():
             shown = ", ".join(f"`{name}`" for name in names)
-            lines += ["", f"In `{other}` too: {shown}."]
-    lines += ["", "## Modules that are not here", "", "Importing one of them raises an ImportError.", ""]
+            lines += ["", f"Also in `{other}`: {shown}."]
+    lines += ["", "## Missing modules", "", "Importing any of these modules raises an ImportError.", ""]
     lines += [f"- `{module}`: {advice(module).partition(': ')[2]}" for module in absent]
     return "\n".join(lines) + "\n"
 
