@@ -21,7 +21,7 @@ def test_operations_of_one_label_are_told_apart() -> None:
     ]
     assert explain._culprit(ranks[:2], []).startswith("All ranks here wait for 'gradients of w'")
     assert explain._culprit(ranks, []) == (
-        "The ranks wait for different operations, rank 2 on host node1 (pid 9) for 'gradients of w' "
+        "The ranks wait for different operations: rank 2 on host node1 (pid 9) for 'gradients of w' "
         "(tape.2a.0); the others for 'gradients of w' (tape.1f.0)."
     )
 
