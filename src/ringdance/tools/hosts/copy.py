@@ -252,6 +252,4 @@ class Copy:
                     state.again = state.again or bool(state.open)
 
     def _show(self) -> None:
-        self._progress.show(
-            {host: state.done for host, state in self._states.items() if self._is_well(host)}
-        )
+        self._progress.show({host: state.done for host, state in self._states.items() if self._is_well(host)})

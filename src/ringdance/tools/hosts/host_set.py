@@ -27,7 +27,7 @@ Event = tuple[str, dict[str, Any] | None, bytes]
 
 
 def _print(text: str) -> None:
-    print(f"ringdance hosts: {text}", file=sys.stderr, flush=True)
+    print(f"ringdance: {text}", file=sys.stderr, flush=True)  # several commands use these hosts
 
 
 @dataclass
