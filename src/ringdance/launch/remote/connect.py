@@ -362,7 +362,7 @@ def _why(remote: Remote, program: str, python: str) -> _Problem:
     here = python or machine.facts()["executable"]
     if code in (126, 127):
         return _Problem(
-            f"{here} does not exist there ({error})", "If Python is somewhere else there, pass --python PATH"
+            f"{here} does not exist on that host ({error})", "If its path differs there, pass --python PATH"
         )
     if "ModuleNotFoundError" in error and (python or "'host'" in error):
         where = "" if python else f" in {package_directory()}"
@@ -388,13 +388,13 @@ def _unfit(remotes: Iterable[Remote]) -> dict[str, LaunchError]:
         facts = remote.facts
         if facts.version != here.version:
             problems[remote.host] = LaunchError(
-                f"it has ringdance {facts.version}, this machine has {here.version}",
-                "Install the same version on all",
+                f"it has ringdance {facts.version}, but this machine has {here.version}",
+                "Install the same version on all hosts",
             )
         elif facts.python.split(".")[:2] != here.python.split(".")[:2]:
             problems[remote.host] = LaunchError(
                 f"{facts.executable} is Python {facts.python} there, {here.python} here",
-                "Use the same on all",
+                "Use the same version on all hosts",
             )
         elif facts.identity in seen:
             problems[remote.host] = LaunchError(
