@@ -98,7 +98,16 @@ class DuplicateNameError(ArgumentError):
 
 
 class LaunchError(RingdanceError, RuntimeError):
-    """A job could not be started, or one of its ranks failed."""
+    """A job could not be started, or one of its ranks failed. The message is ``problem``, then ``fix``.
+
+    Attributes:
+        problem: What is wrong.
+        fix: What to do about it, for those who show it separately, or "".
+    """
+
+    def __init__(self, problem: str, fix: str = "") -> None:
+        super().__init__(f"{problem}. {fix}" if fix else problem)
+        self.problem, self.fix = problem, fix
 
 
 class HostsUpdatedInterrupt(RingdanceError, RuntimeError):

@@ -76,7 +76,7 @@ def test_training_goes_on(program: str, tmp_path: Path, line: str, words: str) -
             "/proc is not mounted",
             marks=SPACES,
         ),
-        ("ulimit -f 64; {run} true", "files may have at most 64 KiB"),
+        ("ulimit -f 64; {run} true", "files are limited to 64 KiB"),
     ],
 )
 def test_what_no_job_can_do_without_is_told_in_a_line(tmp_path: Path, line: str, words: str) -> None:

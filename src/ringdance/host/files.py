@@ -62,9 +62,8 @@ def read_regular(path: Path) -> str:
 
 
 @cache
-def _yaml_loader() -> Any:
+def _yaml_loader(yaml: Any) -> Any:
     """Return PyYAML's loader, changed to YAML 1.2. In YAML 1.1, 1e-4 is a string, 1:2 is 62 and 010 is 8."""
-    yaml: Any = optional("yaml", LaunchError, "YAML needs PyYAML", "pyyaml")
     loader: Any = type("Loader", (yaml.SafeLoader,), {"yaml_implicit_resolvers": {}})
     for name, words in _YAML.items():
         loader.add_implicit_resolver(f"tag:yaml.org,2002:{name}", re.compile(f"(?:{words})$"), None)
@@ -76,10 +75,9 @@ def _yaml_loader() -> Any:
 
 def read_yaml(text: str) -> Any:
     """Parse a text as YAML 1.2. Raises ValueError if it is not valid."""
-    loader = _yaml_loader()
-    yaml: Any = optional("yaml", LaunchError)
+    yaml: Any = optional("yaml", LaunchError, "YAML needs PyYAML", "pyyaml")
     try:
-        return yaml.load(text, loader)
+        return yaml.load(text, _yaml_loader(yaml))
     except (yaml.YAMLError, RecursionError) as error:
         raise ValueError(" ".join(str(error).split())) from None
 

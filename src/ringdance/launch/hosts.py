@@ -90,6 +90,11 @@ def several(names: Sequence[str], most: int = 5) -> str:
     return ", ".join(names[:most]) + rest
 
 
+def plural(number: int, noun: str) -> str:
+    """Return a number with its noun, such as "1 host" or "3 hosts"."""
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
 def spans(numbers: Sequence[int]) -> str:
     """Format numbers as ranges: ``0-3,5`` for 0, 1, 2, 3, 5."""
     groups: list[list[int]] = []

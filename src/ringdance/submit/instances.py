@@ -63,8 +63,8 @@ def instance(name: str) -> Instance:
     if name not in known:
         near = difflib.get_close_matches(name, known, n=1)
         raise LaunchError(
-            f"--instance {name} is not known{f'; did you mean {near[0]}?' if near else '.'} Known are "
-            f"{', '.join(known)}. Describe any other machine in a file: --instance mine.toml"
+            f"--instance {name}: unknown machine type{f'; did you mean {near[0]}?' if near else '.'} Known "
+            f"types: {', '.join(known)}. Describe any other machine in a file: --instance mine.toml"
         )
     return known[name]
 
@@ -93,12 +93,12 @@ def parsed(path: Path) -> dict[str, Any]:
 
 def _instance(name: str, found: Mapping[str, Any], place: str) -> Instance:
     if unknown := found.keys() - _KINDS:
-        known = ", ".join(_KINDS)
-        raise LaunchError(f"{place}: {min(unknown)!r} is not a field of an instance. Known are {known}")
+        known = f"The fields are {', '.join(_KINDS)}"
+        raise LaunchError(f"{place}: {min(unknown)!r} is not a field of a machine type. {known}")
     values: dict[str, Any] = {key: str(value) if key == "as_of" else value for key, value in found.items()}
     for key in ("cores", "gbits"):
         if key not in values:
-            raise LaunchError(f"{place}: {key} is missing. An instance needs at least cores and gbits")
+            raise LaunchError(f"{place}: {key} is missing. A machine type needs at least cores and gbits")
     for key, value in values.items():
         kind, least = _KINDS[key], key in ("cores", "gbits")
         try:

@@ -78,7 +78,7 @@ class RayExecutor:
         if max_workers and not min_workers:
             raise ArgumentError("max_workers requires min_workers above 0.")
         if min_workers and num_workers:
-            raise ArgumentError("min_workers and num_workers exclude each other. Pass only one.")
+            raise ArgumentError("min_workers and num_workers are mutually exclusive. Pass only one.")
         if min_workers:
             raise NotImplementedError("Elastic training on Ray is not supported. Pass num_workers.")
         if bool(num_workers) == bool(num_hosts):
@@ -135,7 +135,7 @@ class RayExecutor:
                 or reserved.
         """
         if self._by_rank:
-            raise LaunchError("The executor runs already. Call shutdown() first.")
+            raise LaunchError("The executor is already running. Call shutdown() first.")
         try:
             self._start(dict(extra_env_vars or {}))
             if executable_cls is not None:
@@ -212,8 +212,8 @@ class RayExecutor:
         self._group = ray.util.placement_group(needs, strategy=self._strategy)
         if not self._group.wait(self._settings.placement_group_timeout_s):
             raise LaunchError(
-                f"The cluster did not provide {needs} in {self._settings.placement_group_timeout_s:g} s "
-                f"(placement_group_timeout_s of create_settings). Free now: {ray.available_resources()}"
+                f"The cluster did not provide {needs} within {self._settings.placement_group_timeout_s:g} s "
+                f"(placement_group_timeout_s in create_settings). Free now: {ray.available_resources()}"
             )
         return self._group, range(len(needs))
 
@@ -221,7 +221,7 @@ class RayExecutor:
 
     def _call(self, rank: int, kind: str, payload: bytes) -> Any:
         if not self._by_rank:
-            raise LaunchError("The executor does not run. Call start() first.")
+            raise LaunchError("The executor is not running. Call start() first.")
         return self._by_rank[rank].call.remote(rank, kind, payload)
 
     def _all(self, kind: str, payload: bytes) -> list[Any]:

@@ -25,20 +25,20 @@ from ringdance.host.system import linux
 from ringdance.launch.background import records
 from ringdance.launch.parser import Parser, as_program
 from ringdance.tools.hosts.host_set import add_arguments, host_set
-from ringdance.tools.hosts.run import run_everywhere
 
 _EPILOG = """\
 examples:
   ringdance explain                  the job that runs on this machine
-  ringdance explain 3f2a91c0         one of several jobs; also by process id, of a rank or of mpiexec
+  ringdance explain 3f2a91c0         one of several jobs, by its ID or the process ID of a rank or of mpiexec
   ringdance explain --stacks         with the stacks of all threads
   ringdance explain -H node1,node2   a job on several hosts
 
 The last line names the rank that the others wait for. Without -H, only the ranks on this machine
 are shown. The job may have been started by another launcher.
 
-exit code: 0; 2 if the job does not exist
+exit code: 0, or 2 if the job does not exist
 """
+_ANSWER_S = 20.0
 _SAMPLE_S = 0.2
 _MOST_WORKERS = 2
 _BEFORE = " without init()"  # appended to a rank's progress until it has called init()
@@ -79,7 +79,7 @@ class _Rank:
     @property
     def action(self) -> str:
         """What the main thread is doing and where, followed by the worker processes."""
-        others = [f"{len(self.workers) - _MOST_WORKERS} more do so"] * (len(self.workers) > _MOST_WORKERS)
+        others = [f"and {len(self.workers) - _MOST_WORKERS} more"] * (len(self.workers) > _MOST_WORKERS)
         own = f"its main thread {self.doing or 'runs'}{self.place}"
         return "; ".join([own, *self.workers[:_MOST_WORKERS], *others])
 
@@ -91,7 +91,7 @@ def main(argv: Sequence[str]) -> int:
         description="Show what each rank of a job does, and which rank the others wait for.",
         epilog=_EPILOG,
     )
-    text = "job, or a process id in it (default: the only job here)"
+    text = "ID of a job, or of a process in it (default: the only job on this machine)"
     parser.add_argument("target", metavar="JOB|PID", nargs="?", default="", help=text)
     parser.add_argument("--stacks", action="store_true", help="show the stacks of all threads")
     parser.add_argument("--json", action="store_true", help="print what is known about the ranks as JSON")
@@ -150,8 +150,8 @@ def _only_job(ranks: list[_Rank], target: str) -> list[_Rank]:
         return sorted(ranks, key=lambda rank: rank.number)
     if jobs:
         known = [job for job in [*records.load_all(), *records.without_record()] if job.job in jobs]
-        others = [f"{job}: from another launcher" for job in sorted(jobs - {other.job for other in known})]
-        lines = "\n  ".join([*(other.about for other in known), *others])
+        others = [f"{job}: started by another launcher" for job in sorted(jobs - {own.job for own in known})]
+        lines = "\n  ".join([*(own.about for own in known), *others])
         raise LaunchError(f"several jobs run here. Name one of them:\n  {lines}")
     here = f"on {os.uname().nodename}"
     if not target:
@@ -166,20 +166,21 @@ def _only_job(ranks: list[_Rank], target: str) -> list[_Rank]:
 
 def _look_elsewhere(arguments: argparse.Namespace) -> list[_Rank]:
     """Return the ranks on the hosts given in the arguments. Hosts that do not answer are named on stderr."""
-    words = ["ringdance", "explain", "--json", *([arguments.target] if arguments.target else [])]
+    argv = ["ringdance", "explain", "--json", *([arguments.target] if arguments.target else [])]
     with closing(host_set(arguments)) as hosts:
         hosts.connect(arguments.connect_timeout)
-        results = run_everywhere(hosts, words, timeout=20.0)
+        messages = {host: {"task": "run", "argv": argv} for host in hosts.names}
+        answers = hosts.ask(messages, timeout=_ANSWER_S)
     ranks: list[_Rank] = []
-    for host, result in results.items():
+    for host, answer in answers.items():
+        output = answer.get("output", "")
         try:
-            for row in json.loads(result.output.splitlines()[-1]):
+            for row in json.loads(output.splitlines()[-1]):
                 ranks.append(_Rank(**row))
                 if ranks[-1].job.isdigit():  # the process id of mpiexec or its daemon on that host
                     ranks[-1].job = "of another launcher"
         except (ValueError, IndexError, TypeError):
-            problem = result.problem or bytes(result.output).decode(errors="replace").strip() or "no answer"
-            print(f"ringdance explain: {host}: {problem}", file=sys.stderr)
+            print(f"ringdance explain: {host}: {answer['problem'] or output.strip()}", file=sys.stderr)
     return ranks
 
 
@@ -194,8 +195,8 @@ def _rank_of(reader: RingReader) -> _Rank | None:
     waits_for, since = reader.name(reader.words[Word.PENDING]), reader.words[Word.PENDING_SINCE]
     seconds = (time.monotonic_ns() - since) / 1e9 if since else 0.0
     size, progress = reader.words[Word.SIZE], steps_text(reader.words)
-    name = reader.pending_name
-    return _Rank(number, host, pid, size, job, progress, str(waits_for), seconds, operation=name)
+    operation = reader.pending_name
+    return _Rank(number, host, pid, size, job, progress, str(waits_for), seconds, operation=operation)
 
 
 def _is_below(pid: int, other: int) -> bool:
@@ -240,23 +241,26 @@ def _explain_job(ranks: list[_Rank], stacks: bool) -> Iterator[str]:
         yield from (rank.stacks.splitlines() if stacks else [f"    {frame}" for frame in rank.frames])
     missing = sorted(set(range(ranks[0].size)) - {rank.number for rank in ranks})
     if missing:
-        numbers = ", ".join(map(str, missing))
-        yield f"Not seen: ranks {numbers}. They have ended, or are on hosts that -H does not name."
+        yield f"Not seen: {_named(missing)}. They have exited, or are on hosts that -H does not name."
     yield _culprit(ranks, missing)
+
+
+def _named(numbers: list[int]) -> str:
+    return f"rank{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
 
 
 def _culprit(ranks: list[_Rank], missing: list[int]) -> str:
     waiting = [rank for rank in ranks if rank.waits_for]
     late = [rank for rank in ranks if not rank.waits_for]
-    early = [str(rank.number) for rank in ranks if rank.progress.endswith(_BEFORE)]
+    early = [rank.number for rank in ranks if rank.progress.endswith(_BEFORE)]
     if not waiting and early:
-        return f"All ranks must call init(). Ranks {', '.join(early)} have not done so yet."
+        return f"All ranks must call init(). Not yet called by {_named(early)}."
     if not waiting:
         return "None of the ranks seen waits for another." if missing else "No rank waits for another."
     if late:
-        numbers = ", ".join(str(rank.number) for rank in waiting)
-        others = f"Ranks {numbers} wait" if len(waiting) > 1 else f"Rank {numbers} waits"
-        return f"{others} for {'; and for '.join(f'{rank.who}: {rank.action}' for rank in late)}."
+        others = _named([rank.number for rank in waiting]).capitalize()
+        verb = "waits" if len(waiting) == 1 else "wait"
+        return f"{others} {verb} for {'; and for '.join(f'{rank.who}: {rank.action}' for rank in late)}."
     names = Counter((rank.operation, rank.waits_for) for rank in waiting)
     alike = len({label for _, label in names}) < len(names)  # labels collide, so show full names
 
@@ -264,9 +268,9 @@ def _culprit(ranks: list[_Rank], missing: list[int]) -> str:
         return f"'{name[1]}'" + f" ({name[0]})" * (alike and name[0] != name[1])
 
     if len(names) == 1:
-        cause = "ranks that were not seen" if missing else "an exchange in progress"
-        return f"All ranks here wait for '{waiting[0].waits_for}': for {cause}."
+        cause = "and for ranks that were not seen" if missing else "which is being exchanged"
+        return f"All ranks here wait for '{waiting[0].waits_for}', {cause}."
     usual = names.most_common(1)[0][0]
     odd = [rank for rank in waiting if (rank.operation, rank.waits_for) != usual]
     parts = [f"{rank.who} for {said((rank.operation, rank.waits_for))}{rank.place}" for rank in odd]
-    return f"The ranks wait for different operations, {'; '.join(parts)}; the others for {said(usual)}."
+    return f"The ranks wait for different operations: {'; '.join(parts)}; the others for {said(usual)}."

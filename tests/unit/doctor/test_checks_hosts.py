@@ -6,6 +6,7 @@ probes find there, and hosts can be made to differ.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -134,7 +135,8 @@ def test_probes_end_with_their_agent(cluster: Cluster) -> None:
     hosts = HostSet({"two": 0}, RemoteShell())
     hosts.connect(15.0)
     with closing(hosts):
-        hosts.send("two", {"task": "probe", "request": {"probes": ["network"], "usage": {}, "seconds": 60}})
+        request = json.dumps({"probes": ["network"], "usage": {}, "seconds": 60})
+        hosts.send("two", {"task": "run", "argv": ["ringdance.tools.doctor.probe"], "input": request})
         until = time.monotonic() + 20
         while not (pid.exists() and pid.read_text()):
             assert time.monotonic() < until
@@ -216,8 +218,8 @@ def test_another_ringdance(cluster: Cluster) -> None:
     init.write_text(re.sub('__version__ = ".*"', '__version__ = "0.0.1"', init.read_text()))
     cluster.odd("two", f'exec sh -c "$(echo "$command" | sed s,{SOURCE}/ringdance,{other},)"')
     (result,) = cluster.wrong("reached")
-    assert (result.hosts, result.fix) == (("two",), "Install the same version on all")
-    assert "it has ringdance 0.0.1, this machine" in result.text
+    assert (result.hosts, result.fix) == (("two",), "Install the same version on all hosts")
+    assert "it has ringdance 0.0.1, but this machine" in result.text
 
 
 @breaks("reached")
@@ -295,7 +297,7 @@ def test_a_host_resolves_some_names_and_several_resolve_each() -> None:
         def ask(
             self, messages: Mapping[str, Mapping[str, Any]], payload: bytes = b"", timeout: float = 60.0
         ) -> dict[str, dict[str, Any]]:
-            found.extend(message["request"]["usage"]["hosts"] for message in messages.values())
+            found.extend(json.loads(message["input"])["usage"]["hosts"] for message in messages.values())
             return {}
 
     for count, each in ((3, 3), (500, 17)):
@@ -319,4 +321,4 @@ def test_names_that_mean_different_hosts(cluster: Cluster) -> None:
         "127.0.0.1 localhost\n10.0.0.1 one\n10.0.0.9 two\n10.0.0.3 three\n"
     )
     texts = [result.text for result in cluster.wrong("names-agree", Usage(hosts=HOSTS))]
-    assert any("two is 10.0.0.9 on three" in text for text in texts), texts
+    assert any("two resolves to 10.0.0.9 on three" in text for text in texts), texts

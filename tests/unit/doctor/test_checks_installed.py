@@ -47,7 +47,7 @@ def path_with(directory: Path) -> str:
 @breaks("requirements")
 def test_an_environment_that_lacks_libraries(bare: Path) -> None:
     pytest.importorskip("mpi4py")
-    expect("requirements", of(bare), "numpy, ml_dtypes, cloudpickle, mpi4py, psutil, rich not installed")
+    expect("requirements", of(bare), "numpy, ml_dtypes, cloudpickle, mpi4py, psutil, rich")
 
 
 @breaks("mpi-library")
@@ -99,7 +99,7 @@ def test_libraries_of_the_user_come_first(tmp_path: Path) -> None:
     (user_site / "more.pth").write_text(f"{other}\n")
     env = {"HOME": str(tmp_path), "PYTHONPATH": str(SOURCE)}
     expect(
-        "user-site", Machine(env=env, python=str(base)), "keras in ~/.local come before",
+        "user-site", Machine(env=env, python=str(base)), "hide the environment's: keras",
         sound=Machine(env={**env, "PYTHONNOUSERSITE": "1"}, python=str(base)),
     )  # fmt: skip
 
@@ -151,7 +151,7 @@ def test_two_ranks_find_each_other() -> None:
 def test_a_second_library(tmp_path: Path) -> None:
     (tmp_path / "libmpi.so.12").write_text("")
     machine = Machine(env={"LD_LIBRARY_PATH": str(tmp_path)})
-    expect("second-mpi-loaded", machine, f"leads to another MPI library: {tmp_path}/libmpi.so.12")
+    expect("second-mpi-loaded", machine, f"contains another MPI library: {tmp_path}/libmpi.so.12")
 
 
 @breaks("framework-imports")
@@ -173,7 +173,7 @@ exit ${CODE:-0}
 SOUND = "NVIDIA H200"
 # No GPU can be broken or added here. The test's nvidia-smi reports what the driver reports for such GPUs.
 GPUS = [
-    ("gpu-ranks", {}, "8 ranks on 1 GPUs"),
+    ("gpu-ranks", {}, "8 ranks on 1 GPU"),
     ("gpu-driver", {"GPUS": "", "CODE": "9"}, "nvidia-smi fails"),
 ]  # fmt: skip
 
@@ -193,7 +193,7 @@ def test_a_framework_for_cpus_on_a_machine_with_gpus(tmp_path: Path, bare: Path)
     (tmp_path / "jax.py").write_text("__version__ = '9.9'\ndef devices(): return []\n")
     env = {"PATH": path_with(tmp_path / "bin"), "PYTHONPATH": str(tmp_path)}
     problems = wrong("gpu-framework", of(bare, GPUS=SOUND, **env).facts(["gpu", "frameworks"]))
-    assert "jax 9.9 sees 0 GPUs: a build for CPUs" in problems[0].text
+    assert "jax 9.9 sees 0 GPUs: this build is for CPUs only" in problems[0].text
     assert "CUDA 12" in problems[0].fix
 
 
@@ -204,4 +204,4 @@ def test_gpus_on_the_bus_without_a_driver() -> None:
     device = "/sys/bus/pci/devices/0000:01:00.0"
     shell = f"mount -t tmpfs none /sys/bus; mkdir -p {device}; echo 0x10de >{device}/vendor"
     shell += f"; echo 0x030200 >{device}/class"
-    expect("gpu-driver", Machine(shell=shell), "1 GPUs, but no nvidia-smi")
+    expect("gpu-driver", Machine(shell=shell), "1 GPU, but no nvidia-smi")

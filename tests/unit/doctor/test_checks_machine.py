@@ -33,7 +33,7 @@ def test_shared_memory_of_a_container() -> None:
     expect(
         "shm-size",
         Machine(shell="mount -t tmpfs -o size=64m none /dev/shm"),
-        "/dev/shm has 64 MiB; 256 MiB or more",
+        "/dev/shm has 64 MiB, but needs at least 256 MiB",
     )
 
 
@@ -48,14 +48,14 @@ def test_the_fix_is_that_of_the_container() -> None:
 @breaks("shm-free")
 def test_full_shared_memory() -> None:
     shell = "mount -t tmpfs -o size=300m none /dev/shm; head -c 290m /dev/zero >/dev/shm/x"
-    expect("shm-free", Machine(shell=shell), "10 MiB of 300 MiB in /dev/shm is free")
+    expect("shm-free", Machine(shell=shell), "/dev/shm has 10 MiB of 300 MiB free")
 
 
 @breaks("shm-there")
 @pytest.mark.parametrize(
     ("shell", "says"),
     [
-        ("mount -t tmpfs -o ro none /dev/shm", "/dev/shm cannot be written: Read-only file system"),
+        ("mount -t tmpfs -o ro none /dev/shm", "/dev/shm is not writable: Read-only file system"),
         ("mount -t tmpfs none /dev", "there is no /dev/shm"),
     ],
 )
@@ -107,14 +107,14 @@ def test_folders_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "good").mkdir()
     usage = Usage(directories=(str(tmp_path / "file" / "logs"),))
     good = Usage(directories=(str(tmp_path / "good" / "new"),))
-    expect("folder-writable", Machine(), "cannot be written: Not a directory", usage=usage, sound_usage=good)
+    expect("folder-writable", Machine(), "is not writable: Not a directory", usage=usage, sound_usage=good)
 
 
 @breaks("folder-writable")
 def test_a_folder_mounted_for_reading(tmp_path: Path) -> None:
     usage = Usage(directories=(str(tmp_path),))
     machine = Machine(shell=f"mount -t tmpfs -o ro none {tmp_path}")
-    expect("folder-writable", machine, "cannot be written: Read-only file system", usage=usage)
+    expect("folder-writable", machine, "is not writable: Read-only file system", usage=usage)
 
 
 @pytest.mark.parametrize(
@@ -139,20 +139,20 @@ def test_a_directory_that_is_not_there() -> None:
     directory = {"exists": False, "nearest": "/", "free": 100 << 30, "total": 200 << 30}
     facts = {HERE: {"disk": {"directories": {"/not mounted": directory}}}}
     [missing] = examine(facts, NOTHING, ["folder-exists"])
-    assert "/not mounted does not exist: a job would create it in /" in missing.text
-    assert missing.fix == "mkdir -p '/not mounted', or mount its disk"
+    assert "/not mounted does not exist, so a job would create it in /" in missing.text
+    assert missing.fix == "mkdir -p '/not mounted', or mount the disk that contains it"
 
 
 @breaks("temporary-folder", "temporary-path-length")
 def test_temporary_files(tmp_path: Path) -> None:
     machine = Machine(shell="mount -t tmpfs -o ro none $TMPDIR", env={"TMPDIR": str(tmp_path)})
-    expect("temporary-folder", machine, "cannot be written: Read-only")
+    expect("temporary-folder", machine, "is not writable: Read-only")
 
 
 def test_a_path_too_long_for_sockets(tmp_path: Path) -> None:
     long = tmp_path / ("long" * 20)
     long.mkdir()
-    expect("temporary-path-length", Machine(env={"TMPDIR": str(long)}), "MPI's sockets may not fit")
+    expect("temporary-path-length", Machine(env={"TMPDIR": str(long)}), "paths of MPI's sockets")
 
 
 INFINIBAND = "mount -t tmpfs none /sys/class; mkdir -p /sys/class/net /sys/class/infiniband/mlx5_0"
@@ -161,20 +161,20 @@ INFINIBAND = "mount -t tmpfs none /sys/class; mkdir -p /sys/class/net /sys/class
 @breaks("own-name")
 def test_a_name_that_stands_for_nothing() -> None:
     machine = Machine(shell="echo no-such-host.invalid >/proc/sys/kernel/hostname", spaces=["--uts"])
-    expect("own-name", machine, "the host's name no-such-host.invalid does not resolve")
+    expect("own-name", machine, "the host name no-such-host.invalid does not resolve")
 
 
 @breaks("own-name")
 def test_a_name_that_stands_for_another_machine(tmp_path: Path) -> None:
     shell = replaced(tmp_path, "/etc/hosts", "127.0.0.1 localhost\n192.0.2.7 node7\n")
     machine = Machine(shell=f"{shell}; echo node7 >/proc/sys/kernel/hostname", spaces=["--uts"])
-    expect("own-name", machine, "node7 is 192.0.2.7, which is another machine")
+    expect("own-name", machine, "node7 resolves to 192.0.2.7, which is another machine")
 
 
 @breaks("localhost")
 def test_localhost_that_is_somewhere_else(tmp_path: Path) -> None:
     machine = Machine(shell=replaced(tmp_path, "/etc/hosts", "192.0.2.7 localhost\n"))
-    expect("localhost", machine, "localhost is 192.0.2.7, not")
+    expect("localhost", machine, "localhost resolves to 192.0.2.7, not")
 
 
 @breaks("limit-locked-memory")

@@ -39,4 +39,5 @@ def test_a_prefix_of_another_place() -> None:
 
 @breaks("limit-address-space")
 def test_a_limit() -> None:
-    expect("limit-address-space", Machine(limits={"RLIMIT_AS": 64 << 30}), "address space: at most 64 GiB")
+    limits = {"RLIMIT_AS": 64 << 30}
+    expect("limit-address-space", Machine(limits=limits), "the address space is limited to 64 GiB")

@@ -60,7 +60,8 @@ def test_json_has_results_and_facts(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("area", AREAS)
 def test_a_heading_is_the_name_of_its_checks(monkeypatch: pytest.MonkeyPatch, area: str) -> None:
     asked: list[list[str]] = []
-    monkeypatch.setattr(doctor_cli, "inspect", lambda *given: (asked.append(given[-1]), ({}, []))[1])
+    monkeypatch.setattr(doctor_cli, "collect", lambda *given: {})
+    monkeypatch.setattr(doctor_cli, "examine", lambda *given: (asked.append(given[-1]), [])[1])
     assert cli.main(["doctor", "--check", area, "--json"]) == 0
     assert asked == [[check.name for check in CHECKS.values() if check.area == area]]
     assert asked[0]
@@ -150,14 +151,15 @@ def found(monkeypatch: pytest.MonkeyPatch) -> list[Result]:
     """Replace the checks of two hosts and return the list of their results, which a test fills."""
     results: list[Result] = []
 
-    def inspect(hosts: HostSet, usage: Usage, *more: object) -> tuple[dict[str, object], list[Result]]:
+    def collect(hosts: HostSet, probes: object, usage: Usage, seconds: float) -> dict[str, object]:
         assert hosts.names == ["a", "b"]
         assert hosts.shell == RemoteShell(port=2222, local=frozenset({"a"}))
         assert usage.slots == {"a": 2, "b": 1}
         assert usage.directories == (os.path.abspath("logs"),)
-        return {}, results
+        return {}
 
-    monkeypatch.setattr(module, "inspect", inspect)
+    monkeypatch.setattr(module, "collect", collect)
+    monkeypatch.setattr(module, "examine", lambda *given: results)
     monkeypatch.setattr(HostSet, "connect", lambda *more: None)
     return results
 
@@ -177,7 +179,7 @@ def test_a_job_with_an_error_is_not_started(found: list[Result]) -> None:
         "    fix: enlarge it",
         "  hosts a, b: mpi4py 4 on b, but 5 on a",
         "    fix: fix it",
-        "(start anyway: --no-check)",
+        "(to start anyway: --no-check)",
     ]
     assert ready.closed
     assert messages == []
@@ -201,7 +203,7 @@ def test_what_does_not_hinder_a_job_is_said_in_a_line(found: list[Result]) -> No
     ready, messages = _Ready(), list[str]()
     module.check_hosts(ready, messages.append)  # type: ignore[arg-type]
     assert messages == [
-        "may slow the job down or end it: names-agree, memory-free; for the fixes: "
-        "ringdance doctor --quick -H a:2,b:1"
+        "checks found problems that may slow down or end the job: names-agree, memory-free. "
+        "To see the fixes: ringdance doctor --quick -H a:2,b:1"
     ]
     assert not ready.closed

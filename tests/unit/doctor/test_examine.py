@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 from breaking import Machine
 
+from ringdance.errors import LaunchError
 from ringdance.launch.remote.shell import RemoteShell
 from ringdance.tools.doctor import examine as module
 from ringdance.tools.doctor.check import AREAS, SEVERITIES, Usage, outliers
 from ringdance.tools.doctor.examine import CHECKS, examine
 from ringdance.tools.doctor.probe import PROBES
+from ringdance.tools.hosts.host_set import HostSet
 
 
 def _broken() -> set[str]:
@@ -76,12 +78,19 @@ def test_a_probe_process_answers_even_if_a_probe_is_unknown() -> None:
         ({"output": 'noise }\n::ringdance-doctor::{"cpu": {"cores": 2}}\nnoise'}, "", ""),
         ({"output": "ended with exit code -9"}, "ended with exit code -9", "ssh node1"),
         ({"output": "::ringdance-doctor::{"}, "the probes fail", "-m ringdance doctor"),
-        ({"problem": "ssh cannot connect: (All use is logged. Go. ). Try it"}, "logged. Go. )", "Try it"),
         ({"problem": "no answer within 9 s"}, "no answer within 9 s", "ssh node1"),
     ],
 )
 def test_what_a_host_answers(answer: dict[str, str], error: str, fix: str) -> None:
-    reach = module._facts("node1", {"problem": "", **answer}, RemoteShell())["reach"]
+    hosts = HostSet({"node1": 0}, RemoteShell())
+    reach = module._facts(hosts, "node1", {"problem": "", **answer})["reach"]
     assert error in reach["error"]
     assert fix in reach.get("fix", "")
     assert bool(reach["error"]) == bool(error)
+
+
+def test_a_problem_and_its_fix_are_reported_apart() -> None:
+    error = LaunchError("ssh cannot connect: (All use is logged. Go. )", "Try it")
+    hosts = HostSet({"node1": 0}, RemoteShell(), problems={"node1": error})
+    reach = module._facts(hosts, "node1", {"problem": str(error)})["reach"]
+    assert reach == {"error": "ssh cannot connect: (All use is logged. Go. )", "fix": "Try it"}

@@ -252,8 +252,8 @@ def test_the_bar_shows_the_slowest_host(monkeypatch: pytest.MonkeyPatch, capsys:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "120")
     progress = CopyProgress(1_000_000_000)
-    progress.update({})
-    progress.update({"a": 500_000_000, "b": 250_000_000})
+    progress.show({})
+    progress.show({"a": 500_000_000, "b": 250_000_000})
     progress.stop()
     shown = capsys.readouterr().err
     assert "0.2/1.0 GB" in shown or "0.3/1.0 GB" in shown
@@ -262,6 +262,6 @@ def test_the_bar_shows_the_slowest_host(monkeypatch: pytest.MonkeyPatch, capsys:
 
 def test_nothing_is_shown_where_there_is_no_terminal(capsys: Any) -> None:
     progress = CopyProgress(100)
-    progress.update({"a": 50})
+    progress.show({"a": 50})
     progress.stop()
     assert capsys.readouterr().err == ""

@@ -21,7 +21,7 @@ def test_operations_of_one_label_are_told_apart() -> None:
     ]
     assert explain._culprit(ranks[:2], []).startswith("All ranks here wait for 'gradients of w'")
     assert explain._culprit(ranks, []) == (
-        "The ranks wait for different operations, rank 2 on host node1 (pid 9) for 'gradients of w' "
+        "The ranks wait for different operations: rank 2 on host node1 (pid 9) for 'gradients of w' "
         "(tape.2a.0); the others for 'gradients of w' (tape.1f.0)."
     )
 
@@ -37,3 +37,9 @@ def test_ranks_that_end_while_they_are_looked_at_are_left_out(monkeypatch: pytes
     reader = SimpleNamespace(who=(0, "here", gone.pid))
     assert explain._rank_of(reader) is None  # type: ignore[arg-type]
     assert not explain._is_below(gone.pid, os.getpid())
+
+
+def test_another_host_is_asked_through_its_agent(capsys: pytest.CaptureFixture[str]) -> None:
+    assert explain.main(["00000000", "-H", "localhost"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()  # no complaint about the host's answer
+    assert line.startswith("ringdance explain: no job in the background matches 00000000")

@@ -214,7 +214,7 @@ def test_a_rank_for_each_gpu_unless_the_job_says_otherwise(
         found = Estimator(**{**COMMON, **change}).request(None, NAME)["HyperParameters"]
         assert {name: found[name] for name in (number, enabled) if name in found} == sent, change
     unknown = {**COMMON, "instance_type": "ml.trn1.32xlarge"}
-    with pytest.raises(ArgumentError, match=r"ml.trn1.32xlarge: .* Give processes_per_host"):
+    with pytest.raises(ArgumentError, match=r"ml.trn1.32xlarge: .* Pass processes_per_host"):
         Estimator(**unknown)
     assert Estimator(**unknown, processes_per_host=32).started == "2 x ml.trn1.32xlarge, ranks on each: 32"
     Estimator(**COMMON).fit(wait=False, job_name=NAME)
@@ -313,9 +313,9 @@ def test_parameter_servers_are_answered() -> None:
         ({"distribution": {"mpi": {"processes": 8}}}, "processes"),
         ({"distribution": {"mpi": {"processes_per_host": 4}}}, "is 8, but"),
         ({"distribution": {"mpi": {"custom_mpi_options": "-x A='1"}}}, "custom_mpi_options"),
-        ({"train_instance_type": "ml.c5.large"}, "'train_instance_type'; it is called instance_type now"),
-        ({"distributions": {}}, "it is called distribution now"),
-        ({"image_name": "i:1"}, "it is called image_uri now"),
+        ({"train_instance_type": "ml.c5.large"}, "'train_instance_type'; it is now called instance_type"),
+        ({"distributions": {}}, "it is now called distribution"),
+        ({"image_name": "i:1"}, "it is now called image_uri"),
     ],
 )
 def test_mistakes_are_reported_before_anything_is_sent(change: dict[str, Any], message: str) -> None:

@@ -66,7 +66,7 @@ def listening_sockets(pid: int) -> Iterator[socket.socket]:
                     continue
                 ours = _take(process, int(name))
             except OSError as error:
-                if error.errno in (errno.ENOENT, errno.EBADF):  # the socket has been closed in the meantime
+                if error.errno in (errno.ENOENT, errno.EBADF):  # the socket was closed after it was listed
                     continue
                 raise
             with socket.socket(fileno=ours) as sock:

@@ -186,7 +186,7 @@ class _Agent:
         except OSError as error:
             return f"the job's directory {self._directory} cannot be created: {error.strerror}. {_SET}"
         self._port_lock, self._port = free_port()
-        # The launcher's settings override those of the login on this host.
+        # The launcher's settings override the login's settings on this host.
         settings = {
             name: text.replace(OWN_DIRECTORY, self._directory)
             for name, text in message["environ"].items()

@@ -1,13 +1,12 @@
-"""What an agent does apart from running jobs: receive files and pass them on, run the doctor's probes.
+"""What an agent does apart from running jobs: receive files and pass them on, run modules of this package.
 
-Messages: ``{"task": name, ...}`` is answered by ``{"answer": name, "problem": text, ...}``.
-receive.py handles the messages of ``"copy"``. Standard library only.
+Messages: ``{"task": name, ...}`` is answered by ``{"answer": name, "problem": text, ...}``. The messages of
+``"copy"`` are handled in receive.py, ``"run"`` in ``Tasks``. Standard library only.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import selectors
 import subprocess
@@ -31,7 +30,7 @@ class Tasks:
         self._launcher = launcher
         self._selector = selector
         self._receiver = Receiver(launcher, selector)
-        self._probes: list[subprocess.Popen[bytes]] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
 
     def take(self, message: dict[str, Any], payload: bytes) -> None:
         """Carry out a task."""
@@ -39,15 +38,20 @@ class Tasks:
             self._receiver.take(message, payload)
             return
         try:
-            self._probe(message["request"])
+            self._run(message)
         except OSError as error:
-            self._launcher.send({"answer": "probe", "problem": f"{type(error).__name__}: {error}"})
+            self._launcher.send({"answer": "run", "problem": f"{type(error).__name__}: {error}"})
 
-    def _probe(self, request: dict[str, Any]) -> None:
-        """Start the doctor's probes and answer with their output. The probes exit when this process does."""
+    def _run(self, message: dict[str, Any]) -> None:
+        """Start a module in a process that exits when this process does. Answer with its output.
+
+        Args:
+            message: ``argv``, the module's name and its arguments; optionally ``input``, a line for its
+                standard input, and ``mark``, a text that precedes a JSON object at the end of its output.
+        """
         process = subprocess.Popen(
             # -P: a random.py in the working directory must not be imported.
-            [sys.executable, "-P", "-m", "ringdance.tools.doctor.probe"],
+            [sys.executable, "-P", "-m", *message["argv"]],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -56,22 +60,22 @@ class Tasks:
         stdin, printed = process.stdin, process.stdout
         assert stdin
         assert printed
-        descriptor, output = printed.fileno(), bytearray()
+        descriptor, output, mark = printed.fileno(), bytearray(), message.get("mark", "").encode()
 
         def read() -> None:
             data = os.read(descriptor, 65536)
             output.extend(data)
             # A thread in a system call that never returns may keep the process, and so the pipe, alive.
-            if not data or (output.endswith(b"}\n") and b"::ringdance-doctor::" in output):
+            if not data or (mark and output.endswith(b"}\n") and mark in output):
                 watch(self._selector, descriptor, 0, None)
                 process.kill()
                 stdin.close()
                 printed.close()
                 text = output.decode(errors="replace") or "no answer: the process has exited"
-                self._launcher.send({"answer": "probe", "problem": "", "output": text})
+                self._launcher.send({"answer": "run", "problem": "", "output": text})
 
         watch(self._selector, descriptor, selectors.EVENT_READ, read)
-        self._probes.append(process)  # keeps its standard input open
+        self._processes.append(process)  # keeps its standard input open
         with contextlib.suppress(BrokenPipeError):  # the process has failed, and its output says why
-            stdin.write(json.dumps(request).encode() + b"\n")
+            stdin.write(message.get("input", "").encode() + b"\n")
             stdin.flush()

@@ -60,7 +60,8 @@ class Receiver:
             self._chunk(message, payload)
             return
         if do == "end":
-            self._end(message["file"], message["digest"])
+            self._targets[message["file"]].digest = message["digest"]
+            self._complete(message["file"])
             return
         try:
             answer = {
@@ -102,7 +103,7 @@ class Receiver:
 
     def _own_path(self, path: str) -> str:
         if os.path.isabs(path) or ".." in path.split("/"):
-            raise OSError(f"{path}: not a path below {self._root}")
+            raise OSError(f"{path} is not below {self._root}")
         return os.path.join(self._root, path) if path else self._root
 
     # --- the hosts before and after ------------------------------------------------------------
@@ -179,10 +180,6 @@ class Receiver:
             self._send_progress()
         self._complete(number)
 
-    def _end(self, number: int, digest: str) -> None:
-        self._targets[number].digest = digest
-        self._complete(number)
-
     def _complete(self, number: int) -> None:
         """Rename a file to its final name if it is complete and correct."""
         target = self._targets[number]
@@ -193,7 +190,7 @@ class Receiver:
         except OSError as error:
             self._report(number, _text(error))
             return
-        self._report(number, "" if correct else "it was corrupted in transit", again=not correct)
+        self._report(number, "" if correct else "the file was corrupted in transit", again=not correct)
 
     def _report(self, number: int, problem: str, again: bool = False) -> None:
         target = self._targets[number]

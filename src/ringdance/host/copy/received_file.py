@@ -128,7 +128,7 @@ class ReceivedFile:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.close()
-            raise OSError(f"{self._path}: another copy is writing it") from None
+            raise OSError(f"{self._path}: another copy is writing this file") from None
         except OSError:
             pass  # this file system has no locks
         file.truncate(self.have)

@@ -86,7 +86,7 @@ def parse_hostfile(path: str, option: str = "--hostfile", slots: int | None = No
             )
         hosts.append(host)
     if not hosts:
-        raise LaunchError(f"{option} {path}: it names no host")
+        raise LaunchError(f"{option} {path}: the file names no hosts")
     return merge(hosts)
 
 

@@ -49,8 +49,8 @@ def _ssh_arguments(environ: Mapping[str, str]) -> list[str]:
     program, *arguments = _words(environ, _AGENT) or ["ssh"]
     if os.path.basename(program) not in ("ssh", "rsh"):
         raise LaunchError(
-            f"{_AGENT}={environ[_AGENT]}: this job reaches its workers with that program, like MPIJobs "
-            "older than v2beta1. Ringdance uses ssh. Change the manifest as shown in "
+            f"{_AGENT}={environ[_AGENT]}: this job reaches its workers through that program, like MPIJobs "
+            "older than v2beta1, but Ringdance uses ssh. Change the manifest as shown in "
             "docs/howto/clusters/kubernetes.md (An old MPIJob)"
         )
     return arguments

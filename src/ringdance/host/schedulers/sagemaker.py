@@ -27,8 +27,8 @@ def allocation(environ: Mapping[str, str]) -> Allocation | None:
     here, refused = environ["SM_CURRENT_HOST"], ""
     if here not in names[:1]:  # without MPI, SageMaker runs the script on every host
         refused = (
-            f"this is {here} of {', '.join(names)}: SageMaker runs the script on each host, and each would "
-            f"start ranks on all. Let SageMaker start them with {_START}"
+            f"this is {here} of {', '.join(names)}: SageMaker runs the script on each host, and each of them "
+            f"would start ranks on all hosts. Let SageMaker start the ranks with {_START}"
         )
     hosts = merge((name, slots) for name in names)
     return Allocation(hosts, "SageMaker", start_timeout=CONTAINERS_START_S, refused=refused, start=_START)

@@ -13,7 +13,7 @@ import re
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from .. import limits
 
@@ -169,20 +169,13 @@ def job_processes(job: str, root: int | None = None) -> set[int]:
     return (marked | descendants) - {os.getpid()}
 
 
-class MarkedProcess(NamedTuple):
-    """A process of a job: the job's ID, and all variables that the process was started with."""
-
-    job: str
-    environ: bytes
-
-
-def marked_processes() -> dict[int, MarkedProcess]:
-    """Return this user's living processes that belong to a job, by pid."""
+def marked_processes() -> dict[int, str]:
+    """Return the job IDs of this user's living processes that belong to a job, by pid."""
     marked = {}
     for pid, (_, environ) in _processes().items():
         mark = _JOB.search(environ)
         if mark and (not LINUX or _owner(pid) == os.getuid()):
-            marked[pid] = MarkedProcess(mark[1].decode(), environ)
+            marked[pid] = mark[1].decode()
     return marked
 
 

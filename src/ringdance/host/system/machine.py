@@ -90,12 +90,12 @@ def problem() -> str:
     try:
         os.getcwd()
     except FileNotFoundError:
-        return "the working directory has been removed: cd to one that exists"
+        return "the working directory has been removed: cd to an existing directory"
     if linux.LINUX and not os.path.exists("/proc/self/stat"):
         return "/proc is not mounted, but MPI and the launcher need it: mount -t proc proc /proc"
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     if 0 <= limit < _FILE_BYTES:
-        most = f"files may have at most {limit >> 10} KiB, also in shared memory (ulimit -f)"
+        most = f"files are limited to {limit >> 10} KiB, also in shared memory (ulimit -f)"
         return f"{most}, but MPI needs {_FILE_BYTES >> 20} MiB: ulimit -f unlimited"
     return ""
 

@@ -39,7 +39,7 @@ def connect(addresses: Sequence[str], port: int, token: bytes) -> socket.socket:
             return _ready(sock)
         sock.close()
         failures.append(f"{address}: another program answers there")
-    raise OSError("; ".join(failures) or "it has no address")
+    raise OSError("; ".join(failures) or "the host has no address")
 
 
 def accept(listener: socket.socket, token: bytes) -> socket.socket | None:

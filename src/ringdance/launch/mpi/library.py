@@ -118,8 +118,8 @@ def _probe(wheels: list[Mpi]) -> Mpi:
     family = family_of(version)
     if family is None:
         raise LaunchError(
-            f"mpi4py loads an MPI library that this version cannot launch: {version}. Start the script with "
-            "that library's own mpiexec instead: `mpiexec -n 2 python script.py`."
+            f"mpi4py loads an MPI library that this version cannot launch: {version}",
+            "Start the script with that library's own mpiexec instead: `mpiexec -n 2 python script.py`.",
         )
     major, refused = _major(version), dict[str, str]()
     installed = [wheel.mpiexec for wheel in wheels if wheel.family == family]
@@ -181,6 +181,7 @@ def wheel_of(family: str) -> str:
 
 def _missing(problem: str, *packages: str) -> LaunchError:
     return LaunchError(
-        f"{problem}. Install an MPI library into this environment: "
-        f"{pip_install(*packages)} (this requires neither a compiler nor root rights)"
+        problem,
+        f"Install an MPI library into this environment: {pip_install(*packages)} (this requires neither a "
+        "compiler nor root rights)",
     )

@@ -139,8 +139,8 @@ def close_all(remotes: Iterable[Remote]) -> None:
 
 
 class _Problem(LaunchError):
-    def __init__(self, text: str, temporary: bool = False) -> None:
-        super().__init__(text)
+    def __init__(self, problem: str, fix: str = "", temporary: bool = False) -> None:
+        super().__init__(problem, fix)
         self.temporary = temporary
 
 
@@ -163,17 +163,17 @@ def connect(
     agents, problems = attempt(hosts, shell, timeout, log)
     if problems:
         close_all(agents.values())
-        raise LaunchError(together({host: problems[host] for host in hosts if host in problems}))
+        raise LaunchError(together({host: str(problems[host]) for host in hosts if host in problems}))
     return [agents[host] for host in hosts]
 
 
 def attempt(
     hosts: Sequence[str], shell: RemoteShell, timeout: float, log: Callable[[str], None] = lambda text: None
-) -> tuple[dict[str, Remote], dict[str, str]]:
+) -> tuple[dict[str, Remote], dict[str, LaunchError]]:
     """Start agents like ``connect()``. Return those that answer, and the problems of the other hosts."""
     allow_open_files(PIPES * len(hosts), f"{len(hosts)} hosts")
     agents: dict[str, Remote] = {}
-    problems: dict[str, str] = {}
+    problems: dict[str, LaunchError] = {}
     started: list[Remote] = []
     interrupted = threading.Event()
     until = time.monotonic() + max(timeout, shell.start_timeout)
@@ -187,7 +187,7 @@ def attempt(
             except LaunchError as problem:
                 again = getattr(problem, "temporary", False) and shell.start_timeout
                 if not again or time.monotonic() + _AGAIN_S > until:
-                    problems[host] = str(problem)
+                    problems[host] = problem
                     return
             if interrupted.wait(_AGAIN_S):
                 return
@@ -362,41 +362,43 @@ def _why(remote: Remote, program: str, python: str) -> _Problem:
     here = python or machine.facts()["executable"]
     if code in (126, 127):
         return _Problem(
-            f"{here} does not exist there ({error}). If Python is somewhere else there, pass --python PATH"
+            f"{here} does not exist on that host ({error})", "If its path differs there, pass --python PATH"
         )
     if "ModuleNotFoundError" in error and (python or "'host'" in error):
         where = "" if python else f" in {package_directory()}"
-        return _Problem(f"{here} there has no ringdance{where}. Install it there in the same way as here")
+        return _Problem(f"{here} there has no ringdance{where}", "Install it there in the same way as here")
     if program == "ssh" and code == 255:
         output = remote.errors.decode(errors="replace")
         known = (f"{problem}: {fix}" for pattern, problem, fix in SSH_ADVICE if re.search(pattern, output))
         advice = next(known, "try: ssh HOST true")
         return _Problem(
-            f"ssh cannot connect: {error.rstrip('.') or 'no message'}. {advice.replace('HOST', remote.host)}",
+            f"ssh cannot connect: {error.rstrip('.') or 'no message'}",
+            advice.replace("HOST", remote.host),
             temporary="Permission denied" not in error and "verification failed" not in error,
         )
     return _Problem(f"{program} exited with code {code}: {error}", temporary=True)
 
 
-def _unfit(remotes: Iterable[Remote]) -> dict[str, str]:
+def _unfit(remotes: Iterable[Remote]) -> dict[str, LaunchError]:
     """Return the hosts that cannot be used together with this host or with each other, and the reasons."""
     here = facts_from(machine.facts())
-    problems: dict[str, str] = {}
+    problems: dict[str, LaunchError] = {}
     seen = {here.identity: "this machine"}
     for remote in remotes:
         facts = remote.facts
         if facts.version != here.version:
-            problems[remote.host] = (
-                f"it has ringdance {facts.version}, this machine has {here.version}. "
-                "Install the same version on all"
+            problems[remote.host] = LaunchError(
+                f"it has ringdance {facts.version}, but this machine has {here.version}",
+                "Install the same version on all hosts",
             )
         elif facts.python.split(".")[:2] != here.python.split(".")[:2]:
-            problems[remote.host] = (
-                f"{facts.executable} is Python {facts.python} there, {here.python} here. Use the same on all"
+            problems[remote.host] = LaunchError(
+                f"{facts.executable} is Python {facts.python} there, {here.python} here",
+                "Use the same version on all hosts",
             )
         elif facts.identity in seen:
-            problems[remote.host] = (
-                f"it is {seen[facts.identity]} by another name. Name each machine once, with all its slots"
+            problems[remote.host] = LaunchError(
+                f"it is {seen[facts.identity]} by another name", "Name each machine once, with all its slots"
             )
         seen.setdefault(facts.identity, f"host {remote.host}")
     return problems

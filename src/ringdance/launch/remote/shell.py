@@ -80,7 +80,7 @@ class RemoteShell:
             LaunchError: The host's name is invalid.
         """
         if not NAME.fullmatch(host):
-            raise LaunchError(f"{host!r} is not a valid host name. Use letters, digits, dots and dashes")
+            raise LaunchError(f"{host!r} is not a valid host name", "Use letters, digits, dots and dashes")
         if host in self.local:
             return list(program)
         if self.python and program[0] == sys.executable:

@@ -91,7 +91,7 @@ class JobRequest:
     kind: str = option("job type (default: MPIJob)", "MPIJob", choices=("MPIJob", "TrainJob"))
     name: str = option("name of the job", "train")
     image: str = option("container image, with ringdance, your packages, ssh and sshd", "")
-    workers: int = option("worker pods", 2, minimum=1)
+    workers: int = option("number of worker pods", 2, minimum=1)
     slots: int | None = option("ranks on each worker (default: its GPUs, or 1)", type=int, minimum=1)
     gpus: int = option("GPUs on each worker", 0, minimum=0)
     cpus: str = option("cores on each worker", "", **{**_SIZE, "metavar": "N"})
@@ -103,17 +103,17 @@ class JobRequest:
         convert=lambda texts: [parse_volume(text) for text in texts],
     )  # fmt: skip
     env: Mapping[str, str] = option(
-        "variable for the ranks", dict, "-x", "--env", metavar="NAME[=VALUE]",
+        "environment variable for the ranks", dict, "-x", "--env", metavar="NAME[=VALUE]",
         convert=lambda texts: parse_exports(texts, os.environ),
     )  # fmt: skip
     secret_env: Mapping[str, tuple[str, str]] = option(
-        "variable for the ranks with its value in a Secret", dict, metavar="NAME=SECRET/KEY", convert=_secrets
+        "environment variable for the ranks, from a Secret", dict, metavar="NAME=SECRET/KEY", convert=_secrets
     )
-    mpi: str = option("the image's MPI", "OpenMPI", choices=("OpenMPI", "MPICH", "Intel"))
+    mpi: str = option("MPI in the image", "OpenMPI", choices=("OpenMPI", "MPICH", "Intel"))
     retries: int = option("restarts of the launcher after a failure", 0, minimum=0)
     limit: int | None = option("stop the job after S seconds (default: no limit)", type=int, metavar="S")
     node_selector: Mapping[str, str] = option(
-        "label of the workers' nodes", dict, metavar="LABEL=VALUE",
+        "label that the workers' nodes must have", dict, metavar="LABEL=VALUE",
         convert=lambda texts: pairs("--node-selector", texts),
     )  # fmt: skip
     pull_secrets: Sequence[str] = option("Secret for the registry", list, "--pull-secret", metavar="NAME")
@@ -143,8 +143,8 @@ class JobRequest:
         longest = f"{self.name}-worker-{self.workers - 1}"
         if not _LABEL.fullmatch(self.name) or len(longest) > 63:
             raise LaunchError(
-                f"--name {self.name}: it must be a DNS label of lower-case letters, digits and '-', starting "
-                f"with a letter. The last worker's name, {longest!r}, may have at most 63 characters"
+                f"--name {self.name}: must be a DNS label: lower-case letters, digits and '-', starting with "
+                f"a letter. The last worker's name, {longest!r}, may have at most 63 characters"
             )
         if not self.image:
             raise LaunchError("missing --image IMAGE")
@@ -152,7 +152,7 @@ class JobRequest:
             raise LaunchError("missing COMMAND, for example: -- python train.py")
         for name in (*self.env, *self.secret_env):
             if not (name.isidentifier() and name.isascii()):
-                raise LaunchError(f"{name!r} cannot be the name of an environment variable")
+                raise LaunchError(f"{name!r} is not a valid name for an environment variable")
         for name, value in self.env.items():
             if is_secret(name, value):
                 raise LaunchError(

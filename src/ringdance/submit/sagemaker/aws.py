@@ -9,7 +9,7 @@ import tarfile
 import time
 from typing import Any
 
-from ringdance.errors import LaunchError, optional
+from ringdance.errors import LaunchError
 from ringdance.submit.sagemaker.job import NOT_UPLOADED, account_of
 
 _KEYS = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (and AWS_SESSION_TOKEN, if they came with one)"
@@ -40,15 +40,6 @@ def pack(files: str) -> bytes:
         for name in [names] if isinstance(names, str) else names:
             archive.add(os.path.join(base, name), arcname=name, filter=plain)
     return buffer.getvalue()
-
-
-def boto3() -> Any:
-    """Import boto3.
-
-    Raises:
-        LaunchError: boto3 is not installed.
-    """
-    return optional("boto3", LaunchError, "AWS needs boto3")
 
 
 def client(session: Any, service: str, region: str | None = None) -> Any:

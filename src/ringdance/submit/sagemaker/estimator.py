@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from ringdance.errors import ArgumentError, LaunchError
+from ringdance.errors import ArgumentError, LaunchError, optional
 from ringdance.launch.remote.environment import is_secret, shown_text
 from ringdance.submit.instances import gpus_of
 from ringdance.submit.sagemaker import aws
@@ -60,8 +60,8 @@ _TAIL = (
     "--region {region}"
 )
 _GPUS_UNKNOWN = (
-    "{type}: Ringdance does not know its number of GPUs. Give processes_per_host (--processes-per-host), the "
-    "number of ranks on each machine, usually one per GPU"
+    "{type}: Ringdance does not know how many GPUs this instance type has. Pass processes_per_host "
+    "(--processes-per-host), the number of ranks on each machine, usually one per GPU"
 )
 _NO_IMAGE = (
     "; the SDK used it to look up an image. Pass image_uri='ACCOUNT.dkr.ecr.REGION.amazonaws.com/NAME:TAG', "
@@ -101,7 +101,7 @@ class Estimator(TrainingJob):
         known = {item.name for item in fields(TrainingJob) if item.init}
         for name in given.keys() - known:
             current = _RENAMED.get(name, name.removeprefix("train_"))
-            advice = f"; it is called {current} now" if current in known else ""
+            advice = f"; it is now called {current}" if current in known else ""
             advice = _NO_IMAGE if name in ("framework_version", "py_version") else advice
             raise ArgumentError(f"Estimator has no argument {name!r}{advice}")
         super().__init__(*arguments, **{name: value for name, value in given.items() if value is not None})
@@ -159,7 +159,7 @@ class Estimator(TrainingJob):
             if not getattr(self, name):
                 raise ArgumentError(f"{name} is missing. Pass, for example, {example!r}")
         if not self.instance_type.startswith("ml."):
-            raise ArgumentError(f"instance_type {self.instance_type!r}: use one such as ml.c5.xlarge")
+            raise ArgumentError(f"instance_type {self.instance_type!r} must be like ml.c5.xlarge")
         for name in ("instance_count", "processes_per_host"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ArgumentError(f"{name} {getattr(self, name)}: must be at least 1")
@@ -171,8 +171,8 @@ class Estimator(TrainingJob):
                 )
             if not self.checkpoint_s3_uri:
                 warnings.warn(
-                    "spot instances without checkpoint_s3_uri: an interrupted job starts over. Pass it, "
-                    "and let the script resume from /opt/ml/checkpoints",
+                    "spot instances without checkpoint_s3_uri: an interrupted job starts from the beginning. "
+                    "Pass checkpoint_s3_uri, and let the script resume from /opt/ml/checkpoints",
                     stacklevel=3,
                 )
         elif self.max_wait is not None:
@@ -219,7 +219,8 @@ class Estimator(TrainingJob):
 
     def _session(self) -> Any:
         if self.boto_session is None:
-            self.boto_session = aws.call(aws.boto3().Session, region_name=self.region)
+            boto3 = optional("boto3", LaunchError, "AWS needs boto3")
+            self.boto_session = aws.call(boto3.Session, region_name=self.region)
         return self.boto_session
 
     def fit(
@@ -251,7 +252,7 @@ class Estimator(TrainingJob):
         self.latest_job = name
         print(f"ringdance: training job {name} in {region}; {self.started}", flush=True)
         if logs:
-            print(f"ringdance: its output: {_TAIL.format(name=name, region=region)}", flush=True)
+            print(f"ringdance: to see its output: {_TAIL.format(name=name, region=region)}", flush=True)
         if wait:
             aws.wait(sagemaker, name)
         return name

@@ -26,7 +26,7 @@ class TrainingJob:
     source_dir: str | None = option("directory to upload (default: only the script)", metavar="DIR")
     role: str = option("ARN of the job's role", "", key="RoleArn")
     instance_type: str = option("machine type, such as ml.p3.16xlarge", "", key="ResourceConfig.InstanceType")
-    instance_count: int = option("machines", 1, key="ResourceConfig.InstanceCount")
+    instance_count: int = option("number of machines", 1, key="ResourceConfig.InstanceCount")
     processes_per_host: int | None = option("ranks per machine (default: its GPUs, or 1)", type=int)
     hyperparameters: Mapping[str, Any] = field(default_factory=dict)
     distribution: Mapping[str, Any] | None = None
@@ -35,12 +35,12 @@ class TrainingJob:
     )
     _: KW_ONLY
     custom_mpi_options: str = option(
-        "further options for mpirun, as one word", "", "--mpi-options", metavar="TEXT"
+        "more options for mpirun, in one quoted argument", "", "--mpi-options", metavar="TEXT"
     )
     base_job_name: str | None = None
     boto_session: Any = None
     region: str | None = option("AWS region (default: AWS_REGION, or boto3's configuration)")
-    output_path: str | None = option("destination of model and output", None, "--output", metavar="S3URI")
+    output_path: str | None = option("S3 URI for model and output", None, "--output", metavar="S3URI")
     code_location: str | None = None
     volume_size: int = option("size of each disk", 30, metavar="GB", key="ResourceConfig.VolumeSizeInGB")
     volume_kms_key: str | None = _sent("ResourceConfig.VolumeKmsKeyId")
@@ -51,7 +51,7 @@ class TrainingJob:
         "use spot instances; needs --max-wait", False, "--spot", key="EnableManagedSpotTraining"
     )
     max_wait: int | None = option(
-        "seconds to wait and run in all", type=int, metavar="S", key="StoppingCondition.MaxWaitTimeInSeconds"
+        "limit for waiting and running", type=int, metavar="S", key="StoppingCondition.MaxWaitTimeInSeconds"
     )
     checkpoint_s3_uri: str | None = option(
         "S3 copy of /opt/ml/checkpoints", None, "--checkpoint", metavar="URI", key="CheckpointConfig.S3Uri"
@@ -79,9 +79,9 @@ class TrainingJob:
         return self.source_dir or self.entry_point
 
 
-def job_name(base: str, now: datetime | None = None) -> str:
+def job_name(base: str) -> str:
     """Make a job name that ends with the time: letters, digits and '-', at most 63 characters."""
-    moment = now or datetime.now(UTC)
+    moment = datetime.now(UTC)
     stamp = moment.strftime("%Y-%m-%d-%H-%M-%S-") + f"{moment.microsecond // 1000:03d}"
     cleaned = re.sub(r"[^A-Za-z0-9]+", "-", base).strip("-") or "job"
     return f"{cleaned[: 62 - len(stamp)]}-{stamp}"

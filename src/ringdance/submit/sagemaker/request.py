@@ -63,7 +63,8 @@ class Input:
         uri, *words = re.split(r",(?=\w+=)", text)
         options: dict[str, Any] = dict(word.split("=", 1) for word in words)
         if unknown := set(options) - set(names):
-            raise ArgumentError(f"--input {text}: {', '.join(sorted(unknown))} not in {', '.join(names)}")
+            known = f"The options are {', '.join(names)}"
+            raise ArgumentError(f"--input {text}: unknown option {', '.join(sorted(unknown))}. {known}")
         if "shuffle_seed" in options:
             options["shuffle_seed"] = int(options["shuffle_seed"])
         return cls(uri, **options)
@@ -173,9 +174,10 @@ def channels(inputs: Inputs, input_mode: str, workers: int) -> list[dict[str, An
         requested += [channel.channel(label, worker) for worker, label in enumerate(names)]
         if piped and "{worker}" not in channel.s3_data and channel.shuffle_seed is None:
             warnings.warn(
-                f"channel {name!r}: each of the {workers} workers of a host reads the same rows in the same "
-                "order, and all compute the same gradient. Give each its own part with s3://.../{worker}/, "
-                "which stands for the worker's number, or at least its own order with shuffle_seed",
+                f"channel {name!r}: the {workers} workers on each host read the same rows in the same order, "
+                "so all of them compute the same gradient. Give each worker its own part of the data with "
+                "s3://.../{worker}/, where {worker} is the worker's number, or at least its own order with "
+                "shuffle_seed",
                 stacklevel=5,
             )
         if channel.distribution not in (None, "FullyReplicated", "ShardedByS3Key"):
@@ -187,8 +189,8 @@ def channels(inputs: Inputs, input_mode: str, workers: int) -> list[dict[str, An
             raise ArgumentError(f"channel {name!r}: input mode {mode!r} is not File, Pipe or FastFile")
     if len(requested) > _MAX_CHANNELS:
         raise ArgumentError(
-            f"{len(requested)} channels, but SageMaker allows {_MAX_CHANNELS}. In Pipe mode each of the "
-            f"{workers} workers of a host needs its own. Use FastFile mode instead"
+            f"the job has {len(requested)} channels, but SageMaker allows {_MAX_CHANNELS}. In Pipe mode, "
+            f"each of the {workers} workers on a host needs its own channel. Use FastFile mode instead"
         )
     return requested
 
@@ -217,15 +219,15 @@ def mpi_options(text: str) -> tuple[str, list[str]]:
     if any(sign in text for sign in "'\""):
         # The toolkit splits the text at spaces and does not understand quotation marks.
         raise ArgumentError(f"custom_mpi_options {shown_text(text)!r}: quotation marks do not group words "
-                            "here. Set values that have spaces in `environment`")  # fmt: skip
+                            "here. Set values that contain spaces in `environment`")  # fmt: skip
     notes: list[str] = []
 
     def as_variable(found: re.Match[str]) -> str:
         word, toolkit = found[0], found[1] == _OF_THE_TOOLKIT
         new = f"{'--' if toolkit else '-x '}{word.lstrip('-')}"
         if new != word:
-            note = f"{word!r} is not an option of mpirun. It looks like a variable: changed to {new!r}"
-            notes.append(shown_text(note))
+            reason = f"{word!r} is not an option of mpirun, but looks like a variable"
+            notes.append(shown_text(f"{reason}. It was changed to {new!r}"))
         return new
 
     return _SETTING.sub(as_variable, " ".join(text.split())), notes

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ringdance.launch.hosts import several
+from ringdance.launch.hosts import plural, several
 
 Facts = Mapping[str, Any]
 """Results of one host's probes by the probe's name. A failed probe's result is ``{"failed": REASON}``."""
@@ -67,12 +67,10 @@ class HostFacts:
 
     Attributes:
         facts: Facts by probe.
-        usage: What the hosts will be used for.
         slots: Number of ranks on this host, 0 if unknown.
     """
 
     facts: Facts
-    usage: Usage = Usage()
     slots: int = 0
 
     def __getitem__(self, name: str) -> Any:
@@ -156,12 +154,14 @@ def size(count: float) -> str:
 
 
 class _Formatter(string.Formatter):
-    """A formatter with two extra conversions: !b for bytes (``{memory[total]!b}``), !l for lists of names."""
+    """Formats sizes (``{memory[total]:size}``), lists (``{shadows:names}``) and counts (``{slots:rank}``)."""
 
-    def convert_field(self, value: Any, conversion: Any) -> Any:
-        if conversion == "b":
+    def format_field(self, value: Any, spec: str) -> str:
+        if spec == "size":
             return "no limit" if value is None else size(value)
-        return several(value) if conversion == "l" else super().convert_field(value, conversion)
+        if spec == "names":
+            return several(value)
+        return plural(value, spec) if spec else str(value)
 
 
 def limit(
@@ -174,7 +174,7 @@ def limit(
 ) -> Callable[[HostFacts], Finding | None]:
     """Build a ``judge`` function that tests a condition on one host.
 
-    ``text``, ``fix`` and ``problem`` may contain fields such as ``{cpu[usable]}`` and ``{slots}``.
+    ``text``, ``fix`` and ``problem`` may contain fields such as ``{cpu[usable]}`` and ``{slots:rank}``.
 
     Args:
         text: Sentence that states the fact.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 import sys
@@ -20,8 +19,8 @@ from ringdance.launch.hosts import several
 from ringdance.launch.parser import Parser, as_program
 from ringdance.launch.remote.shell import add_host_options, hosts_of, remote_shell_of
 from ringdance.tools.doctor import report
-from ringdance.tools.doctor.check import SEVERITIES, Usage
-from ringdance.tools.doctor.examine import CHECKS, inspect
+from ringdance.tools.doctor.check import AREAS, SEVERITIES, Usage
+from ringdance.tools.doctor.examine import CHECKS, collect, examine
 from ringdance.tools.doctor.probe import PROBES, QUICK
 from ringdance.tools.hosts.host_set import of_hosts
 
@@ -34,7 +33,7 @@ examples:
   ringdance doctor --check shm-size             run only one check
   ringdance doctor --list                       list all checks
 
-exit code: 0 without problems (notes do not count), 1 with problems, 2 if the command line is not valid.
+exit code: 0 if there are no problems (notes do not count), 1 if there are, 2 if the command line is invalid.
 """
 
 
@@ -47,15 +46,15 @@ def parser() -> argparse.ArgumentParser:
     )
     add_host_options(made)
     add = made.add_argument
-    add("--slots", type=int, default=0, metavar="N", help="ranks planned on each host")
+    add("--slots", type=int, default=0, metavar="N", help="number of ranks that will run on each host")
     add(
         "--folder", dest="directories", action="append", default=[], metavar="DIR",
         help="directory for logs or checkpoints; repeatable",
     )  # fmt: skip
-    add("--check", action="append", default=[], metavar="NAME", help="run only this check or area")
+    add("--check", action="append", default=[], metavar="NAME", help="only this check or area; repeatable")
     add("--quick", action="store_true", help="do not import frameworks or start ranks")
     add("--json", action="store_true", help="print JSON")
-    add("--verbose", action="store_true", help="also show what is in order")
+    add("--verbose", action="store_true", help="also show the checks that passed")
     add("--list", action="store_true", help="print all checks and exit")
     return made
 
@@ -69,11 +68,9 @@ def _main(arguments: argparse.Namespace) -> int:
     if arguments.list:
         report.print_checks()
         return 0
-    names = {word: [check.name for check in CHECKS.values() if word in (check.name, check.area)]
-             for word in arguments.check}  # fmt: skip
-    if unknown := [name for name, checks in names.items() if not checks]:
+    if unknown := [word for word in arguments.check if word not in (*CHECKS, *AREAS)]:
         raise LaunchError(f"there is no check {unknown[0]!r}. To list all checks: ringdance doctor --list")
-    arguments.check = [*itertools.chain(*names.values())]
+    checks = [check.name for check in CHECKS.values() if {check.name, check.area} & {*arguments.check}]
     hosts = of_hosts(_slots(arguments), remote_shell_of(arguments))
     slots = hosts.slots
     usage = Usage(
@@ -82,7 +79,7 @@ def _main(arguments: argparse.Namespace) -> int:
         hosts=tuple(slots) if arguments.hosts or arguments.hostfile else (),
         cwd=os.getcwd(),
     )
-    probes = _probes(arguments.check, arguments.quick)
+    probes = _probes(checks, arguments.quick)
     with Progress(
         TextColumn("{task.description}"), TimeElapsedColumn(), console=Console(stderr=True), transient=True,
         disable=not sys.stderr.isatty(),
@@ -92,11 +89,12 @@ def _main(arguments: argparse.Namespace) -> int:
         with closing(hosts):
             hosts.connect(_CONNECT_S, lambda text: progress.update(line, description=text))
             progress.update(line, description=f"checking {several(hosts.names, 4)}{slow}")
-            facts, results = inspect(hosts, usage, probes, _PROBES_S, arguments.check or None)
+            facts = collect(hosts, probes, usage, _PROBES_S)
+    results = examine(facts, usage, checks or None)
     if arguments.json:
         print(json.dumps({"results": [asdict(result) for result in results], "facts": facts}, indent=2))
     else:
-        report.print_text(list(facts), results, verbose=arguments.verbose or bool(arguments.check))
+        report.print_text(list(facts), results, verbose=arguments.verbose or bool(checks))
     return int(any(result.severity in SEVERITIES[:2] for result in results))
 
 
@@ -109,7 +107,8 @@ def _slots(arguments: argparse.Namespace) -> Sequence[tuple[str, int]]:
     hosts = hosts_of(arguments, arguments.slots) or [(os.uname().nodename, arguments.slots)]
     if not (arguments.hosts or arguments.hostfile) and (job := detect(os.environ)) and len(job.hosts) > 1:
         names = ",".join(name for name, _ in job.hosts)
-        print(f"ringdance doctor: only this host; for all of {job.source}: -H {names}", file=sys.stderr)
+        text = f"checking only this host. To check all hosts of {job.source}: -H {names}"
+        print(f"ringdance doctor: {text}", file=sys.stderr)
     return hosts
 
 

@@ -67,15 +67,15 @@ def _writable(host: HostFacts) -> Iterator[Finding]:
     for path, facts in host["disk"]["directories"].items():
         if facts["error"]:
             fix = _FIXES.get(facts["error"], "choose another directory, or check this one: ls -ld {}")
-            text = f"{path} cannot be written: {facts['error']}"
+            text = f"{path} is not writable: {facts['error']}"
             yield Finding(text, fix.format(shlex.quote(facts["nearest"])))
 
 
 def _folder_exists(host: HostFacts) -> Iterator[Finding]:
     for path, facts in host["disk"]["directories"].items():
         if not facts["exists"]:
-            text = f"{path} does not exist: a job would create it in {facts['nearest']}"
-            yield Finding(text, f"mkdir -p {shlex.quote(path)}, or mount its disk")
+            text = f"{path} does not exist, so a job would create it in {facts['nearest']}"
+            yield Finding(text, f"mkdir -p {shlex.quote(path)}, or mount the disk that contains it")
 
 
 def _temporary(host: HostFacts) -> Finding:
@@ -85,7 +85,7 @@ def _temporary(host: HostFacts) -> Finding:
         return Finding(f"TMPDIR={path} does not exist", f"mkdir -p {shlex.quote(path)}, or: unset TMPDIR")
     if facts["error"]:
         return Finding(
-            f"{path} cannot be written: {facts['error']}",
+            f"{path} is not writable: {facts['error']}",
             "export TMPDIR=/var/tmp, or another writable directory",
         )
     return Finding(f"temporary files go to {path}")
@@ -98,10 +98,10 @@ CHECKS = (
     Check("temporary-folder", "disk", ERROR,
           "the directory for temporary files (TMPDIR) must exist and be writable", _temporary),
     Check("temporary-path-length", "disk", ERROR,
-          "length of TMPDIR: MPI creates sockets there, and a socket's path has at most 108 bytes",
+          "the length of TMPDIR: MPI creates sockets there, and a socket's path may have at most 108 bytes",
           limit("TMPDIR={disk[temporary][path]}",
                 lambda host: len(host["disk"]["temporary"]["path"].encode()) > _LONGEST,
                 "export TMPDIR=/tmp",
-                problem=f"TMPDIR has more than {_LONGEST} bytes, so MPI's sockets may not fit: "
-                        "{disk[temporary][path]}")),
+                problem=f"TMPDIR is longer than {_LONGEST} bytes, so paths of MPI's sockets in it may be too "
+                        "long: {disk[temporary][path]}")),
 )  # fmt: skip

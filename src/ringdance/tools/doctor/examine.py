@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from ringdance.launch.remote.shell import RemoteShell
+from ringdance.errors import LaunchError
 from ringdance.tools.doctor import disk, gpu, leftovers, machine, mpi, network, python
 from ringdance.tools.doctor.check import (
     AREAS,
@@ -34,33 +34,10 @@ CHECKS = {check.name: check for check in sorted(_ALL, key=lambda check: AREAS.in
 """Every check by name, in the order of the areas."""
 _SPARE_S = 30.0  # allowance for starting Python, added to the probes' time limit
 _NAMES = 16  # each host resolves the names of this many other hosts
-# Variables that locate libraries. Ranks get the launcher's values, not those of a login shell on the host.
+# Variables that locate libraries. Ranks get the launcher's values, not the values in a login shell there.
 _LIBRARIES = (
     "LD_LIBRARY_PATH", "OPAL_PREFIX", "PMIX_INSTALL_PREFIX", "I_MPI_ROOT", "MPI4PY_LIBMPI", "MPI4PY_MPIABI",
 )  # fmt: skip
-
-
-def inspect(
-    hosts: HostSet,
-    usage: Usage,
-    probes: Collection[str],
-    seconds: float,
-    names: Iterable[str] | None = None,
-) -> tuple[dict[str, dict[str, Any]], list[Result]]:
-    """Run probes on hosts and apply the checks.
-
-    Args:
-        hosts: Connected hosts.
-        usage: What the hosts will be used for.
-        probes: Names of the probes to run.
-        seconds: Time limit for the probes on each host.
-        names: Names of the checks to apply. None applies all checks.
-
-    Returns:
-        The facts by host, and the results of the checks.
-    """
-    facts = collect(hosts, probes, usage, seconds)
-    return facts, examine(facts, usage, names)
 
 
 def collect(
@@ -82,9 +59,12 @@ def collect(
     messages = {}
     for host in hosts.names:
         own = asdict(replace(usage, hosts=_sample(usage.hosts, host)))
-        messages[host] = {"task": "probe", "request": {**request, "usage": own}}
+        messages[host] = {
+            "task": "run", "argv": ["ringdance.tools.doctor.probe"], "mark": MARK,
+            "input": json.dumps({**request, "usage": own}),
+        }  # fmt: skip
     answers = hosts.ask(messages, timeout=seconds + _SPARE_S)
-    return {host: _facts(host, answer, hosts.shell) for host, answer in answers.items()}
+    return {host: _facts(hosts, host, answer) for host, answer in answers.items()}
 
 
 def _sample(hosts: Sequence[str], host: str) -> tuple[str, ...]:
@@ -93,19 +73,18 @@ def _sample(hosts: Sequence[str], host: str) -> tuple[str, ...]:
     return tuple([*hosts, *hosts][at : at + min(len(hosts), _NAMES + 1)])
 
 
-def _facts(host: str, answer: Mapping[str, Any], shell: RemoteShell) -> dict[str, Any]:
+def _facts(hosts: HostSet, host: str, answer: Mapping[str, Any]) -> dict[str, Any]:
     """Return the facts in the answer from a host's agent."""
-    output = answer.get("output", "")
+    local, output = host in hosts.shell.local, answer.get("output", "")
     try:
         facts = json.JSONDecoder().raw_decode(output.rpartition(MARK)[2])[0]
     except ValueError:
-        # The launcher's messages end with the fix as a separate sentence.
-        problem, dot, fix = answer["problem"].rpartition(". ")
-        way = "" if host in shell.local else f"ssh {host} "
-        fix = fix if dot else f"read its output: {way}{sys.executable} -m ringdance doctor"
-        error = problem or answer["problem"] or f"the probes fail: {last_line(output)}"
-        return {"reach": {"error": error, "fix": fix}}
-    return {**facts, "reach": {"error": "", "local": host in shell.local}}
+        reason = answer["problem"] or f"the probes failed: {last_line(output)}"
+        error = hosts.problems.get(host, LaunchError(reason))
+        way = "" if local else f"ssh {host} "
+        fix = error.fix or f"look at the whole output of: {way}{sys.executable} -m ringdance doctor"
+        return {"reach": {"error": error.problem, "fix": fix}}
+    return {**facts, "reach": {"error": "", "local": local}}
 
 
 def examine(facts: Mapping[str, Facts], usage: Usage, names: Iterable[str] | None = None) -> list[Result]:
@@ -116,12 +95,13 @@ def examine(facts: Mapping[str, Facts], usage: Usage, names: Iterable[str] | Non
         usage: What the hosts will be used for.
         names: Names of the checks to apply. None applies all checks whose probes were run.
     """
-    hosts = {name: HostFacts(known, usage, usage.slots.get(name, 0)) for name, known in facts.items()}
-    results: list[Result] = []
+    hosts = {name: HostFacts(known, usage.slots.get(name, 0)) for name, known in facts.items()}
+    merged: dict[Result, list[str]] = {}  # results that differ only in their hosts
     for check in CHECKS.values():
         if names is None or check.name in names:
-            results += _merged(_compared(check, hosts) if check.compares else _each(check, hosts))
-    return results
+            for result in _compared(check, hosts) if check.compares else _each(check, hosts):
+                merged.setdefault(replace(result, hosts=()), []).extend(result.hosts)
+    return [replace(result, hosts=tuple(on)) for result, on in merged.items()]
 
 
 def _each(check: Check, hosts: Hosts) -> Iterable[Result]:
@@ -160,11 +140,3 @@ def _listed(outcome: Outcome) -> list[Finding]:
 def _result(check: Check, finding: Finding, hosts: tuple[str, ...]) -> Result:
     severity = (finding.severity or check.severity) if finding.fix else "ok"
     return Result(check.name, check.area, severity, hosts, finding.text, finding.fix)
-
-
-def _merged(results: Iterable[Result]) -> list[Result]:
-    """Merge results that differ only in their hosts."""
-    hosts: dict[Result, list[str]] = {}
-    for result in results:
-        hosts.setdefault(replace(result, hosts=()), []).extend(result.hosts)
-    return [replace(result, hosts=tuple(names)) for result, names in hosts.items()]

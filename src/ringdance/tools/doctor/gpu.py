@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from ringdance.host.system import linux
+from ringdance.launch.hosts import plural
 from ringdance.tools.doctor.check import (
     ERROR,
     WARNING,
@@ -96,13 +97,13 @@ def _driver(host: HostFacts) -> Finding | None:
         if gpus["on_bus"] <= gpus["count"]:
             return Finding(text)
         return Finding(
-            f"{text}, but {gpus['on_bus']} GPUs are on the bus",
+            f"{text}, but {gpus['on_bus']} GPUs are on the PCI bus",
             "look for errors from the driver: sudo dmesg | grep -iE 'nvrm|xid'",
         )
     present = max(gpus["on_bus"], gpus["devices"])
     if smi["missing"] and present:
         return Finding(
-            f"{present} GPUs, but no nvidia-smi",
+            f"{plural(present, 'GPU')}, but no nvidia-smi",
             "install the NVIDIA driver (in a container: docker run --gpus all; Kubernetes: resources.limits "
             "nvidia.com/gpu)",
         )
@@ -123,7 +124,7 @@ def _visible_devices(host: HostFacts) -> Finding | None:
     count = host["gpu"]["count"] or host["gpu"]["devices"]
     text = f"CUDA_VISIBLE_DEVICES={value}"
     if any(word.strip().isdigit() and int(word) >= count for word in value.split(",")):
-        return Finding(f"{text}, but this host has {count} GPUs", "unset CUDA_VISIBLE_DEVICES")
+        return Finding(f"{text}, but this host has {plural(count, 'GPU')}", "unset CUDA_VISIBLE_DEVICES")
     return Finding(text)
 
 
@@ -132,7 +133,7 @@ def _framework_gpus(host: HostFacts) -> Iterator[Finding]:
     for name, framework in host["frameworks"]["of"].items():
         if not host["gpu"]["count"] or "error" in framework:
             continue
-        text = f"{name} {framework['version']} sees {framework['sees']} GPUs"
+        text = f"{name} {framework['version']} sees {plural(framework['sees'], 'GPU')}"
         if framework["sees"]:
             yield Finding(text)
         elif framework.get("cuda"):
@@ -142,7 +143,7 @@ def _framework_gpus(host: HostFacts) -> Iterator[Finding]:
             )
         else:
             fix = f"pip uninstall {name}, then install its build for CUDA {cuda.partition('.')[0]}"
-            yield Finding(f"{text}: a build for CPUs", fix)
+            yield Finding(f"{text}: this build is for CPUs only", fix)
 
 
 def _imports(host: HostFacts) -> Iterator[Finding]:
@@ -162,9 +163,9 @@ CHECKS = (
     Check("gpu-driver", "gpu", ERROR,
           "a driver that does not report all of the machine's GPUs", _driver),
     Check("gpu-ranks", "gpu", WARNING, "more ranks than GPUs on a host",
-          limit("{slots} ranks on {gpu[count]} GPUs",
+          limit("{slots:rank} on {gpu[count]:GPU}",
                 lambda host: host.slots > host["gpu"]["count"],
-                "start {gpu[count]} ranks on this host, one per GPU",
+                "start {gpu[count]:rank} on this host, one per GPU",
                 applies=lambda host: host.slots and host["gpu"]["count"])),
     Check("visible-devices", "gpu", WARNING, "CUDA_VISIBLE_DEVICES with GPUs that do not exist",
           _visible_devices, ("environment", "gpu")),

@@ -20,7 +20,7 @@ def leftovers_facts(usage: Usage) -> dict[str, Any]:
 
 def _find_orphans(table: dict[int, dict[str, Any]]) -> list[dict[str, Any]]:
     """Return processes started by a job whose nearest ancestor without the job's marker is init."""
-    jobs = {pid: marked.job for pid, marked in linux.marked_processes().items()}
+    jobs = linux.marked_processes()
     orphans = []
     for pid, job in jobs.items():
         ancestor = pid
@@ -40,7 +40,7 @@ def _orphans(host: HostFacts) -> Finding:
         return Finding("no ranks from earlier jobs")
     named = several([f"{entry['name']} {entry['pid']}" for entry in orphans])
     return Finding(
-        f"{len(orphans)} processes from earlier jobs are still running: {named}",
+        f"still running from earlier jobs: {named}",
         "kill -9 " + " ".join(str(entry["pid"]) for entry in orphans[:20]),
     )
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from ringdance.host.limits import cgroups, usable_cores
 from ringdance.host.system import linux
+from ringdance.launch.hosts import plural
 from ringdance.tools.doctor.check import ERROR, WARNING, Check, Finding, HostFacts, Usage, equal, limit, size
 from ringdance.tools.doctor.disk import directory_facts
 
@@ -103,8 +104,8 @@ def _threads(host: HostFacts) -> Finding:
         text = host.variable(name).partition(",")[0]
         if text.isdigit() and int(text) * ranks > usable:
             return Finding(
-                f"{name}={text} with {ranks} {'rank' if ranks == 1 else 'ranks'} makes "
-                f"{int(text) * ranks} computing threads on {usable} cores",
+                f"{name}={text} with {plural(ranks, 'rank')} makes {int(text) * ranks} computing threads on "
+                f"{plural(usable, 'core')}",
                 f"unset {name} (`ringdance run` sets each rank's share), or: "
                 f"export {name}={max(1, usable // ranks)}",
             )
@@ -133,7 +134,7 @@ def _shm_there(host: HostFacts) -> Finding | None:
     if not shm["exists"]:
         return Finding("there is no /dev/shm: ranks on one host cannot share memory", _MOUNT)
     if shm["error"]:
-        return Finding(f"/dev/shm cannot be written: {shm['error']}", _MOUNT if shm["free"] else _FULL)
+        return Finding(f"/dev/shm is not writable: {shm['error']}", _MOUNT if shm["free"] else _FULL)
     return Finding("/dev/shm is writable")
 
 
@@ -145,7 +146,7 @@ def _shm_size(host: HostFacts) -> Finding | None:
     text = f"/dev/shm has {size(shm['total'])}"
     if shm["total"] >= need:
         return Finding(text)
-    return Finding(f"{text}; {size(need)} or more is needed", _LARGER[host["machine"]["container"]])
+    return Finding(f"{text}, but needs at least {size(need)}", _LARGER[host["machine"]["container"]])
 
 
 def _shm_used(host: HostFacts) -> bool:
@@ -156,8 +157,8 @@ def _shm_used(host: HostFacts) -> bool:
 
 CHECKS = (
     Check("reached", "hosts", ERROR,
-          "ssh must reach each host without a prompt, find this Python and ringdance there, and each host "
-          "must be a separate machine",
+          "ssh must reach each host without prompting and find this Python and ringdance there, and each "
+          "host must be a separate machine",
           limit("reached", lambda host: host["reach"]["error"], "{reach[fix]}", problem="{reach[error]}",
                 applies=lambda host: not host["reach"].get("local")), ("reach",)),
     Check("working-folder", "hosts", ERROR,
@@ -165,41 +166,42 @@ CHECKS = (
           limit("{machine[cwd][path]} exists",
                 lambda host: not host["machine"]["cwd"]["exists"],
                 "put the directory on a shared disk, or copy it to the same path on this host",
-                problem="there is no {machine[cwd][path]}",
+                problem="{machine[cwd][path]} does not exist",
                 applies=lambda host: host["machine"]["cwd"]["path"]), ("machine",)),
-    Check("same-system", "hosts", ERROR, "processor architecture of the hosts",
+    Check("same-system", "hosts", ERROR, "the same processor architecture on all hosts",
           equal(lambda host: {"architecture": host["machine"]["architecture"]},
-                "start the job on hosts of one architecture"), ("machine",), compares=True),
+                "start the job on hosts that have the same architecture"), ("machine",), compares=True),
     Check("ranks-per-core", "cpu", WARNING,
-          "more ranks than cores on a host: ranks take turns, and every exchange waits for the last one",
-          limit("{slots} ranks on {cpu[usable]} cores",
+          "more ranks than cores on a host: ranks take turns, and every exchange waits for the slowest",
+          limit("{slots:rank} on {cpu[usable]:core}",
                 lambda host: host.slots > host["cpu"]["usable"],
-                "start at most {cpu[usable]} ranks on this host",
+                "start at most {cpu[usable]:rank} on this host",
                 applies=lambda host: host.slots)),
     Check("threads", "cpu", WARNING,
-          "OMP_NUM_THREADS times ranks: more threads than cores", _threads, ("cpu", "environment")),
+          "more threads (OMP_NUM_THREADS times ranks) than cores", _threads, ("cpu", "environment")),
     Check("memory-limit", "memory", WARNING,
           "a cgroup's memory limit below the machine's memory: the kernel kills ranks there", _memory_limit),
     Check("shm-there", "memory", ERROR,
           "/dev/shm must exist and be writable", _shm_there, ("memory", "machine")),
     Check("shm-size", "memory", ERROR,
-          "size of /dev/shm: containers often have 64 MiB, with which data loaders die with 'Bus error'",
+          "the size of /dev/shm: containers often have 64 MiB, and data loaders die with 'Bus error'",
           _shm_size, ("memory", "machine")),
     Check("shm-free", "memory", ERROR,
           "free space in /dev/shm: if it is full, ranks die with 'Bus error' (SIGBUS)",
-          limit("{memory[shm][free]!b} of {memory[shm][total]!b} in /dev/shm is free", _shm_used, _FULL,
+          limit("/dev/shm has {memory[shm][free]:size} of {memory[shm][total]:size} free", _shm_used, _FULL,
                 applies=lambda host: host["memory"]["shm"]["exists"])),
     Check("limit-locked-memory", "limits", ERROR,
-          "locked memory: InfiniBand and NCCL pin buffers, or get 'Cannot allocate memory' in MPI_Init",
-          limit("locked memory: {limits[memlock]!b}",
+          "locked memory: InfiniBand and NCCL pin buffers, or MPI_Init fails: 'Cannot allocate memory'",
+          limit("locked memory: {limits[memlock]:size}",
                 lambda host: host["limits"]["memlock"] is not None and host["limits"]["memlock"] < _GB,
                 "ulimit -l unlimited; permanently in /etc/security/limits.conf (or, for slurmd and dockerd, "
                 "systemd's DefaultLimitMEMLOCK)",
-                problem="a process may lock only {limits[memlock]!b}, and this host has InfiniBand",
+                problem="this host has InfiniBand, but a process may lock only {limits[memlock]:size}",
                 applies=lambda host: host["limits"]["infiniband"])),
     Check("limit-address-space", "limits", ERROR,
           "address space: CUDA and shared memory reserve far more than they use",
-          limit("address space: {limits[address]!b}", lambda host: host["limits"]["address"] is not None,
+          limit("address space: {limits[address]:size}", lambda host: host["limits"]["address"] is not None,
                 "ulimit -v unlimited",
-                problem="address space: at most {limits[address]!b}; frameworks reserve more than they use")),
+                problem="the address space is limited to {limits[address]:size}, but frameworks reserve more "
+                        "than they use")),
 )  # fmt: skip

@@ -25,12 +25,12 @@ _LIMIT_S = 60.0
 
 def mpi_facts(usage: Usage) -> dict[str, Any]:
     """Collect the MPI library, its mpiexec, and any other MPI libraries on LD_LIBRARY_PATH."""
-    facts: dict[str, Any] = {"family": "", "mpiexec": "", "source": "", "error": ""}
+    facts: dict[str, Any] = {"family": "", "mpiexec": "", "source": "", "error": "", "fix": ""}
     try:
         mpi = find_mpi()
         facts |= {"family": mpi.family, "mpiexec": mpi.mpiexec, "source": mpi.source}
     except LaunchError as error:
-        facts["error"] = str(error)
+        facts |= {"error": error.problem, "fix": error.fix}
     facts["prefix"] = prefix = os.path.dirname(os.path.dirname(facts["mpiexec"]))
     facts["other_libraries"] = [
         library
@@ -64,16 +64,15 @@ def _library(host: HostFacts) -> Finding:
     overrides = [name for name in MPI_LIBRARIES if host.variable(name)]
     if not facts["error"]:
         return Finding(f"{facts['family']} ({facts['source']}), {facts['mpiexec']}")
-    text, _, fix = facts["error"].partition(". Install an MPI library into this environment: ")
     if overrides:
         words = ", ".join(f"{name}={host.variable(name)}" for name in overrides)
-        return Finding(f"{text}, as {words} requires", "unset " + " ".join(overrides))
+        return Finding(f"{facts['error']}, as {words} requires", "unset " + " ".join(overrides))
     if facts["mpi4py"] == ["own"]:
         return Finding(
-            f"{text}: it was compiled for an MPI library that is not installed here",
+            f"{facts['error']}: it was compiled for an MPI library that is not installed here",
             "pip install --force-reinstall --no-cache-dir --only-binary=:all: mpi4py",
         )
-    return Finding(text, fix)
+    return Finding(facts["error"], facts["fix"])
 
 
 def _prefix(host: HostFacts) -> Finding | None:
@@ -91,13 +90,13 @@ def _world(host: HostFacts) -> Finding:
         return Finding("two ranks started by mpiexec form one world")
     if world["sizes"] and set(world["sizes"]) == {1}:
         return Finding(
-            "two ranks started by mpiexec form two worlds of size 1: mpiexec and the library do not "
-            "belong together",
+            "two ranks started by mpiexec form two worlds of size 1: mpiexec does not belong to the MPI "
+            "library that mpi4py loads",
             "ringdance doctor --check mpi-library --check second-mpi-loaded",
         )
     return Finding(
         f"two ranks could not be started: {world['errors'] or 'exit code ' + str(world['code'])}",
-        f"read the whole output: {world['line']}",
+        f"look at the whole output of: {world['line']}",
     )
 
 
@@ -107,10 +106,10 @@ CHECKS = (
           _library, ("mpi", "environment")),
     Check("second-mpi-loaded", "mpi", ERROR,
           "another MPI library in LD_LIBRARY_PATH, which programs load instead of the environment's",
-          limit("LD_LIBRARY_PATH leads to no other MPI library",
+          limit("LD_LIBRARY_PATH contains no other MPI library",
                 lambda host: host["mpi"]["other_libraries"],
                 "unset LD_LIBRARY_PATH (or `module unload` the module that set it)",
-                problem="LD_LIBRARY_PATH leads to another MPI library: {mpi[other_libraries]!l}")),
+                problem="LD_LIBRARY_PATH contains another MPI library: {mpi[other_libraries]:names}")),
     Check("mpi-prefix", "mpi", ERROR,
           "OPAL_PREFIX and similar variables, which make Open MPI look for its files in another directory",
           _prefix, ("mpi", "environment")),

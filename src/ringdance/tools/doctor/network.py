@@ -93,12 +93,12 @@ def _own_name(host: HostFacts) -> Finding:
     name, addresses = network["hostname"], several(network["own"])
     if not addresses:
         return Finding(
-            f"the host's name {name} does not resolve", f"echo 127.0.1.1 {name} | sudo tee -a /etc/hosts"
+            f"the host name {name} does not resolve", f"echo 127.0.1.1 {name} | sudo tee -a /etc/hosts"
         )
     if not network["own_is_here"]:
         fix = f"correct {name} in /etc/hosts or in the name server"
-        return Finding(f"the host's name {name} is {addresses}, which is another machine", fix)
-    return Finding(f"{name} is {addresses}")
+        return Finding(f"the host name {name} resolves to {addresses}, which is another machine", fix)
+    return Finding(f"{name} resolves to {addresses}")
 
 
 def _interface_named(host: HostFacts) -> Iterator[Finding]:
@@ -117,17 +117,18 @@ def _interface_named(host: HostFacts) -> Iterator[Finding]:
 
 
 def _names_agree(hosts: Hosts) -> Iterator[Finding]:
-    for name in next(iter(hosts.values())).usage.hosts:
-        asked = {viewer: host["network"]["hosts"] for viewer, host in hosts.items()}
+    asked = {viewer: host["network"]["hosts"] for viewer, host in hosts.items()}
+    for name in dict.fromkeys(name for known in asked.values() for name in known):
         seen = {viewer: known[name] for viewer, known in asked.items() if name in known}
         blind = tuple(viewer for viewer, addresses in seen.items() if not addresses)
         # A host may resolve its own name to 127.0.1.1.
-        others = {v: f"{name} is {several(known)}" for v, known in seen.items() if v != name}
+        others = {v: f"{name} resolves to {several(known)}" for v, known in seen.items() if v != name}
         if blind:
             fix = f"add {name} to the name server, or to /etc/hosts on these hosts"
             yield Finding(f"the name {name} does not resolve on {several(blind)}", fix, hosts=blind)
         elif len(set(others.values())) > 1:
-            yield from outliers(others, f"correct {name} in /etc/hosts so that it is the same everywhere")
+            fix = f"correct {name} in /etc/hosts, so that it resolves to the same address on all hosts"
+            yield from outliers(others, fix)
 
 
 def _networks(host: HostFacts) -> dict[Network, int]:
@@ -153,10 +154,10 @@ CHECKS = (
     Check("own-name", "network", ERROR,
           "the host's own name must resolve to one of its addresses: MPI and gRPC look it up", _own_name),
     Check("localhost", "network", ERROR, "localhost must resolve to the loopback address",
-          limit("localhost is {network[localhost]!l}",
+          limit("localhost resolves to {network[localhost]:names}",
                 lambda host: not host["network"]["localhost_is_loopback"],
                 "echo 127.0.0.1 localhost | sudo tee -a /etc/hosts",
-                problem="localhost is {network[localhost]!l}, not the loopback address")),
+                problem="localhost resolves to {network[localhost]:names}, not the loopback address")),
     Check("interface-named", "network", ERROR,
           "interfaces in variables for NCCL, Gloo or Open MPI must exist",
           _interface_named, ("network", "environment")),

@@ -12,7 +12,7 @@ from ringdance.host.schedulers.hostfile import hosts_text
 from ringdance.launch.hosts import several
 from ringdance.launch.remote.connect import close_all
 from ringdance.tools.doctor.check import ERROR, WARNING, Result, Usage
-from ringdance.tools.doctor.examine import inspect
+from ringdance.tools.doctor.examine import collect, examine
 from ringdance.tools.doctor.probe import QUICK
 from ringdance.tools.hosts.host_set import HostSet
 
@@ -48,7 +48,7 @@ def check_hosts(ready: PreparedJob, report: Callable[[str], None], *, required: 
             if result.severity == ERROR
         ]
         if lines and required:
-            raise LaunchError("cannot start:\n  " + "\n  ".join(lines) + "\n(start anyway: --no-check)")
+            raise LaunchError("cannot start:\n  " + "\n  ".join(lines) + "\n(to start anyway: --no-check)")
     except BaseException:
         ready.close()
         raise
@@ -58,8 +58,8 @@ def check_hosts(ready: PreparedJob, report: Callable[[str], None], *, required: 
     if warnings:
         named = hosts_text([(host.name, len(host.ranks)) for host in ready.plan.hosts])
         report(
-            f"may slow the job down or end it: {several(warnings, 6)}; "
-            f"for the fixes: ringdance doctor --quick -H {named}"
+            f"checks found problems that may slow down or end the job: {several(warnings, 6)}. "
+            f"To see the fixes: ringdance doctor --quick -H {named}"
         )
 
 
@@ -73,14 +73,14 @@ def preflight(ready: PreparedJob) -> list[Result]:
     hosts = HostSet(slots, replace(ready.spec.shell, local=local), dict(remotes))
     try:
         hosts.connect(_CONNECT_S, lambda text: None)  # this host: the job has no agent here yet
-        _, results = inspect(hosts, usage, QUICK, _PROBES_S)
+        facts = collect(hosts, QUICK, usage, _PROBES_S)
     finally:
         close_all(agent for host, agent in hosts.agents.items() if host not in remotes)
     wrong = [
         replace(result, severity=WARNING)
         if result.severity == ERROR and result.check in _WARNINGS
         else result
-        for result in results
+        for result in examine(facts, usage)
         if result.wrong and result.check != "folder-exists"  # the job will create the directory
     ]
     return sorted(wrong, key=lambda result: result.severity != ERROR)

@@ -97,7 +97,7 @@ def _requirements(host: HostFacts) -> Finding:
     missing = [name for name in _REQUIRED if name not in versions]
     if missing:
         fix = f"{python} -m pip install {' '.join(missing)}"
-        return Finding(f"{', '.join(missing)} not installed for {python}", fix)
+        return Finding(f"missing in the environment of {python}: {', '.join(missing)}", fix)
     return Finding(
         f"Python {facts['version']} ({python}), ringdance {facts['ringdance']}, "
         f"mpi4py {versions['mpi4py']}, numpy {versions['numpy']}"
@@ -115,7 +115,7 @@ def _horovod(host: HostFacts) -> Finding | None:
             f"pip uninstall -y horovod ringdance-horovod, then {_COMPAT}",
         )
     return Finding(
-        f"horovod {versions['horovod']} is installed: `import horovod` is not Ringdance's",
+        f"horovod {versions['horovod']} is installed, so `import horovod` does not import Ringdance",
         f"pip uninstall -y horovod, then {_COMPAT}",
         NOTE,
     )
@@ -126,7 +126,7 @@ def _shadowed(host: HostFacts) -> Iterator[Finding]:
         name = path.removesuffix("/__init__.py").removesuffix(".py").rpartition("/")[2]
         yield Finding(
             f"{path} is imported in place of the module {name}",
-            "rename it or remove its directory from PYTHONPATH",
+            "rename the file, or remove its directory from PYTHONPATH",
         )
 
 
@@ -149,10 +149,10 @@ CHECKS = (
           "files in the working directory or PYTHONPATH that are imported in place of libraries, such as "
           "torch.py, random.py", _shadowed),
     Check("user-site", "python", WARNING, "libraries in ~/.local that hide the environment's",
-          limit("nothing in ~/.local comes before the environment's libraries",
+          limit("no library in ~/.local hides one of the environment's",
                 lambda host: host["python"]["user_site"],
                 "export PYTHONNOUSERSITE=1",
-                problem="{python[user_site]!l} in ~/.local come before the environment's libraries")),
+                problem="libraries in ~/.local hide the environment's: {python[user_site]:names}")),
     Check("same-mpi", "python", ERROR, "the same mpi4py and MPI library on all hosts",
           equal(_mpi, _SAME_EVERYWHERE), ("python", "mpi"), compares=True),
     Check("same-frameworks", "python", WARNING,

@@ -47,7 +47,8 @@ def chained(hosts: HostSet, names: Sequence[str], warn: Callable[[str], None]) -
             continue
         chains.append([after])
         if before not in hosts.problems and after not in hosts.problems:
-            warn(f"{before} cannot connect to {after} ({broken[after]}). This machine sends to it instead")
+            problem = f"{before} cannot connect to {after} ({broken[after]})"
+            warn(f"ringdance hosts: {problem}. This machine sends to {after} instead")
     return chains
 
 

@@ -13,10 +13,11 @@ from contextlib import closing
 from rich.filesize import decimal
 
 from ringdance.launch import subcommands
+from ringdance.launch.hosts import plural
 from ringdance.launch.subcommands import Subcommand
 from ringdance.tools.hosts import files
 from ringdance.tools.hosts.copy import Copy, Outcome
-from ringdance.tools.hosts.host_set import HostSet, add_arguments, host_set
+from ringdance.tools.hosts.host_set import add_arguments, host_set
 from ringdance.tools.hosts.progress import CopyProgress
 
 _EPILOG = """\
@@ -26,19 +27,20 @@ examples:
   ringdance hosts copy --hostfile hosts train.py                 to the same path as here
 
 Without -H and --hostfile, the command uses the hosts that a scheduler allocated: the hosts of a Slurm, LSF or
-SageMaker job, or the workers of an MPIJob or TrainJob. As for `ringdance run`, they need ssh without a
-password and this Python environment at the same path.
+SageMaker job, or the workers of an MPIJob or TrainJob. As with `ringdance run`, the hosts need passwordless
+ssh and this Python environment at the same path.
 
-Each file is written under another name, checked (SHA-256) and then renamed, so it is complete or absent.
+Each file is written under a temporary name, checked (SHA-256) and then renamed, so it is complete or absent.
 Run the same command again to resume an interrupted copy. Nothing is removed on the hosts. This machine sends
-the data once, over ssh. Hosts pass it on over TCP, unencrypted like MPI. --direct avoids that.
+the data once, over ssh. The hosts forward them to each other over TCP, which is not encrypted. With --direct,
+this machine sends to each host over ssh instead.
 
-exit code: 0 if everything is on all hosts, otherwise 1"""
+exit code: 0 if the copy is complete on all hosts, otherwise 1"""
 
 
 def main(argv: Sequence[str]) -> int:
     """Run ``ringdance hosts`` with the arguments ``argv``. Returns the exit code."""
-    text = "copy a file or a directory to all hosts; each passes it on"
+    text = "copy a file or a directory to all hosts; each host forwards it to the next"
     known = {"copy": Subcommand(_run, text, _add_arguments, _EPILOG)}
     return subcommands.run("ringdance hosts", "Copy files to hosts.", known, argv)
 
@@ -51,7 +53,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "(default: the same path as here)"
     )
     add("destination", metavar="DST", nargs="?", help=text)
-    text = "compare contents; by default, files of equal size and time count as equal"
+    text = "compare contents; by default, files with the same size and modification time count as equal"
     add("--checksum", action="store_true", help=text)
     add("--direct", action="store_true", help="send to each host from here over ssh, not from host to host")
     add("--json", action="store_true", help="print JSON")
@@ -59,30 +61,28 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    with closing(host_set(arguments)) as hosts:
-        return _copy(arguments, hosts)
-
-
-def _copy(arguments: argparse.Namespace, hosts: HostSet) -> int:
+    hosts = host_set(arguments)
     destination = arguments.destination or os.path.abspath(arguments.source)
     source = files.collect(arguments.source, destination, arguments.checksum)
     for path in source.skipped:
         print(f"ringdance hosts: {path} is not a file, directory or link: skipped", file=sys.stderr)
-    hosts.connect(arguments.connect_timeout)
     progress = CopyProgress(source.size)
-    start = time.monotonic()
-    copying = Copy(hosts, source, progress, direct=arguments.direct, checksum=arguments.checksum)
-    try:
-        outcomes = copying.run()
-    except KeyboardInterrupt:
-        progress.print("interrupted. Run the same command again to resume the copy")
-        raise
-    finally:
-        progress.stop()
+    with closing(hosts):
+        hosts.connect(arguments.connect_timeout)
+        start = time.monotonic()
+        copying = Copy(hosts, source, progress, direct=arguments.direct, checksum=arguments.checksum)
+        try:
+            outcomes = copying.run()
+        except KeyboardInterrupt:
+            progress.print("ringdance hosts: interrupted. Run the same command again to resume the copy")
+            raise
+        finally:
+            progress.stop()
+        seconds = time.monotonic() - start
     if arguments.json:
         print(json.dumps([{"host": host, **vars(outcome)} for host, outcome in outcomes.items()], indent=2))
     else:
-        print(_summary(outcomes, time.monotonic() - start))
+        print(_summary(outcomes, seconds))
         sys.stdout.flush()
         for host, outcome in outcomes.items():
             if outcome.failed:
@@ -95,15 +95,11 @@ def _summary(outcomes: Mapping[str, Outcome], seconds: float) -> str:
     there = min(outcome.there for outcome in outcomes.values())
     size = max(outcome.bytes for outcome in outcomes.values())
     kept = max(outcome.kept for outcome in outcomes.values())
-    hosts = _count(len(outcomes), "host")
-    written = _count(max(outcome.files for outcome in outcomes.values()), "file")
+    hosts = plural(len(outcomes), "host")
+    written = plural(max(outcome.files for outcome in outcomes.values()), "file")
     where = hosts if good == len(outcomes) else f"{good} of {hosts}"
     parts = [f"{written}, {decimal(size)}, to {where} in {seconds:.1f} s"]
     parts += [f"{decimal(int(size / seconds))}/s to each"] if size > 10e6 else []
-    parts += [f"resumed after {decimal(kept)} of an earlier copy"] if kept else []
+    parts += [f"resumed an earlier copy after {decimal(kept)}"] if kept else []
     parts += [f"{there} {'was' if there == 1 else 'were'} there already"] if there else []
     return "; ".join(parts)
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' * (number != 1)}"

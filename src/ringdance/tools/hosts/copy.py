@@ -3,7 +3,7 @@
 This machine sends each byte only once, no matter how many hosts there are. Each host writes the data it
 receives and forwards them at the same time. Data that a host already has are not sent. If a host cannot be
 reached from its predecessor in the chain, or the connection is lost, this machine sends to the host directly
-and resumes where the transfer stopped. The receiving side is ``launch/copy/receive.py``, which also documents
+and resumes where the transfer stopped. The receiving side is ``host/copy/receive.py``, which also documents
 the messages.
 """
 
@@ -96,7 +96,7 @@ class Copy:
         self._states: dict[str, _State] = {}
         self._chains: list[list[str]] = []
         self._corrupted: set[tuple[str, int]] = set()
-        self.outcomes = {host: Outcome(hosts.problems.get(host, "")) for host in hosts.names}
+        self.outcomes = {host: Outcome(str(hosts.problems.get(host, ""))) for host in hosts.names}
 
     def run(self) -> dict[str, Outcome]:
         """Copy in rounds until each host has all files or has failed. Returns the outcomes by host."""
@@ -112,7 +112,7 @@ class Copy:
             if not left:
                 break
         for host in left:
-            self._fail(host, "the previous host repeatedly lost the connection to it. Try --direct")
+            self._fail(host, "the previous host repeatedly lost the connection to this host. Try --direct")
         self._ask("over", self._hosts.connected)
         return self.outcomes
 
@@ -208,7 +208,7 @@ class Copy:
                     break
             status = os.fstat(file.fileno())
         if (status.st_size, status.st_mtime_ns) != (entry.size, entry.changed):
-            raise OSError("it changed during the copy. Copy again")
+            raise OSError("the file changed during the copy. Copy it again")
         return digest.hexdigest()
 
     # --- reports -------------------------------------------------------------------------------
@@ -216,7 +216,7 @@ class Copy:
     def _receive(self, timeout: float) -> None:
         for host, message, _ in self._hosts.step(timeout):
             if message is None:
-                self._fail(host, self._hosts.problems[host])
+                self._fail(host, str(self._hosts.problems[host]))
                 self._cut(host, behind=True)
             elif host in self._states and message.get("answer") == "copy":
                 self._handle(host, self._states[host], message)
@@ -252,6 +252,4 @@ class Copy:
                     state.again = state.again or bool(state.open)
 
     def _show(self) -> None:
-        self._progress.update(
-            {host: state.done for host, state in self._states.items() if self._is_well(host)}
-        )
+        self._progress.show({host: state.done for host, state in self._states.items() if self._is_well(host)})

@@ -27,7 +27,7 @@ Event = tuple[str, dict[str, Any] | None, bytes]
 
 
 def _print(text: str) -> None:
-    print(f"ringdance hosts: {text}", file=sys.stderr, flush=True)
+    print(f"ringdance: {text}", file=sys.stderr, flush=True)  # several commands use these hosts
 
 
 @dataclass
@@ -44,7 +44,7 @@ class HostSet:
     slots: dict[str, int]
     shell: RemoteShell
     agents: dict[str, Remote] = field(default_factory=dict)
-    problems: dict[str, str] = field(default_factory=dict)
+    problems: dict[str, LaunchError] = field(default_factory=dict)
 
     @property
     def names(self) -> list[str]:
@@ -82,11 +82,11 @@ class HostSet:
         """Return the number of bytes queued for a host, 0 if it is lost."""
         return 0 if host in self.problems else self.agents[host].frames.unsent
 
-    def step(self, timeout: float | None) -> list[Event]:
+    def step(self, timeout: float) -> list[Event]:
         """Send queued data, and return the agents' messages as soon as any arrive.
 
         Args:
-            timeout: Maximum number of seconds to wait for messages. None waits indefinitely.
+            timeout: Maximum number of seconds to wait for messages.
         """
         with selectors.DefaultSelector() as selector:
             for host in self.connected:
@@ -112,7 +112,7 @@ class HostSet:
         events: list[Event] = [(host, message, payload) for message, payload in messages]
         if not alive:
             last = agent.last_words()
-            self.problems[host] = f"host lost: {reason}" + (f" ({last})" if last else "")
+            self.problems[host] = LaunchError(f"host lost: {reason}" + (f" ({last})" if last else ""))
             events.append((host, None, b""))
         return events
 
@@ -125,7 +125,7 @@ class HostSet:
             The answers by host. The value of "problem" is "" on success.
         """
         answers: dict[str, dict[str, Any]] = {
-            host: {"problem": self.problems[host]} for host in messages if host in self.problems
+            host: {"problem": str(self.problems[host])} for host in messages if host in self.problems
         }
         for host, message in messages.items():
             self.send(host, message, payload)
@@ -135,7 +135,7 @@ class HostSet:
             left = deadline - time.monotonic()
             for host, answer, _ in self.step(max(0.0, left)):
                 if answer is None:
-                    answers[host] = {"problem": self.problems[host]}
+                    answers[host] = {"problem": str(self.problems[host])}
                 elif (answer.get("answer"), answer.get("what")) in kinds:
                     answers[host] = answer
             if left <= 0:

@@ -8,7 +8,7 @@ from rich import progress
 from rich.console import Console
 
 
-class CopyProgress:
+class CopyProgress(progress.Progress):
     """A progress bar that tracks the slowest host. It is hidden if stderr is not a terminal.
 
     Args:
@@ -16,27 +16,26 @@ class CopyProgress:
     """
 
     def __init__(self, total: int) -> None:
-        self._console = console = Console(stderr=True, soft_wrap=True, markup=False, highlight=False)
+        console = Console(stderr=True, soft_wrap=True, markup=False, highlight=False)
         columns = (progress.BarColumn(), progress.DownloadColumn(), progress.TransferSpeedColumn())
         text = progress.TimeRemainingColumn(), progress.TextColumn("{task.description}")
-        hidden = not console.is_interactive
-        self._progress = progress.Progress(*columns, *text, console=console, transient=True, disable=hidden)
-        self._task = self._progress.add_task("", total=total)
-        self.stop = self._progress.stop
+        super().__init__(*columns, *text, console=console, transient=True, disable=not console.is_interactive)
+        self._bar = self.add_task("", total=total)
 
-    def print(self, text: str) -> None:
-        """Print a message above the bar."""
-        self._console.print(f"ringdance hosts: {text}")
+    def show(self, done: Mapping[str, int]) -> None:
+        """Show the slowest host's byte count, and the host's name if it lags behind the others.
 
-    def update(self, done: Mapping[str, int]) -> None:
-        """Update the bar to the slowest host's byte count. Shows its name if it lags behind the others."""
+        Args:
+            done: Number of bytes that each host has.
+        """
         if not done:
             return
         slowest = min(done, key=done.__getitem__)
-        task = self._progress.tasks[self._task]
+        task = self.tasks[self._bar]
         if not task.completed:  # exclude bytes kept from an earlier copy from the speed
-            self._progress.reset(self._task, completed=done[slowest])
-        self._progress.start()
+            self.reset(self._bar, completed=done[slowest])
+        self.start()
         behind = max(done.values()) - done[slowest] > (task.total or 0) / 50
-        description = f"({slowest} is behind)" if behind else ""
-        self._progress.update(self._task, completed=done[slowest], description=description)
+        self.update(
+            self._bar, completed=done[slowest], description=f"({slowest} is behind)" if behind else ""
+        )
