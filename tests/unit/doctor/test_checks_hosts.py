@@ -189,7 +189,7 @@ def test_a_real_sshd(sshd: tuple[int, Path], tmp_path: Path) -> None:
     assert outcome(RemoteShell(port=port, identity=str(key), arguments=arguments)) == "reached"
     wrong = (*arguments, "-o", "IdentitiesOnly=yes")
     other = str(tmp_path / "host")
-    assert "asks for a password" in outcome(RemoteShell(port=port, identity=other, arguments=wrong))
+    assert "passwordless login fails" in outcome(RemoteShell(port=port, identity=other, arguments=wrong))
     assert "no sshd answers" in outcome(RemoteShell(port=1, identity=str(key), arguments=arguments))
 
 
@@ -216,7 +216,7 @@ def test_another_ringdance(cluster: Cluster) -> None:
     init.write_text(re.sub('__version__ = ".*"', '__version__ = "0.0.1"', init.read_text()))
     cluster.odd("two", f'exec sh -c "$(echo "$command" | sed s,{SOURCE}/ringdance,{other},)"')
     (result,) = cluster.wrong("reached")
-    assert (result.hosts, result.fix) == (("two",), "Install the same version on all")
+    assert (result.hosts, result.fix) == (("two",), "Install the same version on all hosts")
     assert "it has ringdance 0.0.1, this machine" in result.text
 
 

@@ -150,7 +150,7 @@ def test_numbers_of_ranks() -> None:
         ("--model mlp --output figures.csv", "ends in .json"),
         ("--model mlp --output nowhere/figures.json", "a directory that exists"),
         ("--model mlp --np 1;2", "1 or more, such as 1,2,4"),
-        ("--model mlp --steps 0", "0: give 1 or more"),
+        ("--model mlp --steps 0", "0: must be at least 1"),
         ("--model mlp --np 4 -H localhost:2", "4"),
     ],
 )
