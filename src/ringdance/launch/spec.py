@@ -143,7 +143,7 @@ def parse_exports(texts: Sequence[str], environ: Mapping[str, str]) -> dict[str,
     for text in texts:
         name, equals, value = text.partition("=")
         if not name or "," in name or (not equals and name not in environ):
-            wrong = "use one -x for each NAME=VALUE" if "," in name else "this variable is not set"
+            wrong = "use one -x for each NAME=VALUE" if "," in name else "that variable is not set here"
             raise CommandError(f"-x {text}: {wrong if name else 'the name is missing'}")
         exports[name] = value if equals else environ[name]
     return exports

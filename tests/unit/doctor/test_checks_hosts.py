@@ -217,7 +217,7 @@ def test_another_ringdance(cluster: Cluster) -> None:
     cluster.odd("two", f'exec sh -c "$(echo "$command" | sed s,{SOURCE}/ringdance,{other},)"')
     (result,) = cluster.wrong("reached")
     assert (result.hosts, result.fix) == (("two",), "Install the same version on all hosts")
-    assert "it has ringdance 0.0.1, this machine" in result.text
+    assert "it has ringdance 0.0.1, but this machine" in result.text
 
 
 @breaks("reached")
