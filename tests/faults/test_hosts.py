@@ -264,9 +264,9 @@ def test_a_start_that_takes_too_long_names_hosts_and_ranks(
     assert done.returncode == 1
     assert (
         "only 0 of 4 ranks started within 4 s (--start-timeout)\n"
-        "  host localhost (ranks 0): agent answers, mpiexec was started, no ranks have connected\n"
-        "  hosts other1 (ranks 1-2), other2 (ranks 3): agent answers, mpiexec's daemon was started, "
-        "no ranks have connected\n"
+        "  host localhost (rank 0): the agent answers; mpiexec was started, but no rank connected\n"
+        "  hosts other1 (ranks 1-2), other2 (rank 3): the agent answers; mpiexec's daemon was started, "
+        "but no rank connected\n"
     ) in done.stderr, done.stderr
 
 
@@ -355,6 +355,6 @@ def test_results_of_any_size_come_or_the_host_that_is_lost_is_named(tmp_path: Pa
         errors.seek(0)
         err = errors.read()
     if lost:
-        assert "host other2 (ranks 1): connection closed, before all" in err, err
+        assert "host other2 (rank 1): connection closed, before all" in err, err
     else:
         assert out == "other1 True 100\nother2 True 100\n", err

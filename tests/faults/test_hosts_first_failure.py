@@ -42,7 +42,7 @@ finally:
 
 DEATHS = [
     ("os.kill(os.getpid(), 15)", "killed by SIGTERM (signal 15)", 143),
-    ("os._exit(0)", "ended with exit code 0 while other ranks still ran", 1),
+    ("os._exit(0)", "exited with code 0 while other ranks were still running", 1),
 ]
 
 

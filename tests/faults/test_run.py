@@ -208,8 +208,8 @@ def test_ranks_that_never_called_init_are_named(program: Callable[[str], str]) -
     ends = "import ringdance.numpy as hvd\nif rank: sys.stderr.write('no torchvision\\n')\nelse: hvd.init()\n"
     done = run("-np", "3", "python", program(ends))
     assert done.returncode == 1
-    why = "other ranks still ran; its last line on stderr: no torchvision"  # must precede the guess
-    assert f"{why}; rank(s) that never called hvd.init(), which all must call: " in done.stderr, done.stderr
+    why = "other ranks were still running; its last line on stderr: no torchvision"  # must precede the guess
+    assert f"{why}; hvd.init(), which all ranks must call, was not called by rank" in done.stderr, done.stderr
 
 
 # Pipeline stages send activations and do not average anything.
@@ -360,7 +360,7 @@ def test_a_rank_that_leaves_early_makes_the_job_fail(program: Callable[[str], st
     done = run("-np", "2", "python", path)
     assert done.returncode != 0
     assert "first failure: rank 1 of 2" in done.stderr
-    assert "exit code 0 while other ranks still ran" in done.stderr
+    assert "exited with code 0 while other ranks were still running" in done.stderr
 
 
 def test_abort(program: Callable[[str], str]) -> None:
@@ -427,7 +427,7 @@ def test_a_second_ctrl_c_ends_all(tmp_path: Path, number: int, code: int) -> Non
     assert wait_until(lambda: (tmp_path / "out").read_text().count("ready") == 2, 20.0) is not None
     os.killpg(job.process.pid, number)
     name = signal.Signals(number).name
-    words = f"ringdance: {name}: the ranks have 30 s to exit. Ctrl-C (SIGINT) ends them now"
+    words = f"ringdance: {name}: the ranks have 30 s to exit. Press Ctrl-C (SIGINT) to kill them now"
     assert wait_until(lambda: words in (tmp_path / "out").read_text(), 5.0) is not None
     os.killpg(job.process.pid, signal.SIGINT)
     gone = wait_until(lambda: job.process.poll() is not None and not job.leftovers(), 5.0)
@@ -437,7 +437,7 @@ def test_a_second_ctrl_c_ends_all(tmp_path: Path, number: int, code: int) -> Non
     assert gone is not None, left
     assert job.process.returncode == code, said
     assert said.count("asked to end") == 2
-    assert ("with --detach, it does not end with Ctrl-C" in said) == (number == signal.SIGINT)
+    assert ("with --detach does not end with Ctrl-C" in said) == (number == signal.SIGINT)
     assert "Traceback" not in said
 
 
@@ -543,7 +543,7 @@ def test_a_signal_after_a_failure_hides_no_cause(tmp_path: Path) -> None:
     said = (tmp_path / "out").read_text()
     assert code == 1
     assert "ValueError: the real bug" in said
-    assert "ended by SIGTERM to its launcher" not in said
+    assert "ended by SIGTERM, sent to its launcher" not in said
 
 
 def test_what_follows_from_the_end_is_no_cause(tmp_path: Path) -> None:
@@ -574,7 +574,7 @@ def test_what_follows_from_the_end_is_no_cause(tmp_path: Path) -> None:
     job.end()
     said = [line for line in (tmp_path / "out").read_text().splitlines() if "ready" not in line]
     assert code == 128 + signal.SIGTERM
-    assert said[-1] == "ringdance: the job was ended by SIGTERM to its launcher"
+    assert said[-1] == "ringdance: the job was ended by SIGTERM, sent to its launcher"
     assert all("the ranks have 30 s" in line for line in said[:-1])
 
 
@@ -763,5 +763,5 @@ def test_no_directory_for_temporary_files_is_told_in_a_line(tmp_path: Path) -> N
     assert done.returncode == 2
     assert done.stderr.splitlines() == [
         "ringdance run: no directory for temporary files (/no-such-directory: it does not exist; "
-        "/tmp: it is not writable; /var/tmp: it is not writable). Set TMPDIR to a writable one"
+        "/tmp: it is not writable; /var/tmp: it is not writable). Set TMPDIR to a writable directory"
     ]

@@ -17,7 +17,7 @@ from sampled import sampled_rows
 from ringdance.launch.mpi import find_mpi
 
 RUN = f"{sys.executable} -m ringdance run -np 2"
-FULL = "No space left on device; nothing more is written there, and the job goes on"
+FULL = "No space left on device. The job continues, but writes nothing more there"
 SPACES = pytest.mark.skipif(bool(here_hosts.why_not()), reason=f"namespaces: {here_hosts.why_not()}")
 NEW = "unshare --user --map-root-user"
 
@@ -90,7 +90,7 @@ def test_what_no_job_can_do_without_is_told_in_a_line(tmp_path: Path, line: str,
 def test_too_few_open_files(tmp_path: Path) -> None:
     done = shell(f"ulimit -n 24; {RUN} true", tmp_path)
     assert done.returncode == 2
-    assert "open files in this process, but its hard limit is 24 (ulimit -Hn)" in done.stderr
+    assert "open files for 2 ranks on 1 host, but its hard limit is 24 (ulimit -Hn)" in done.stderr
 
 
 def test_a_stdout_that_does_not_block_gets_everything(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ DEATHS = {
     "kill": ("os.kill(os.getpid(), 9)", r"killed by SIGKILL \(signal 9\)", 128 + signal.SIGKILL),
     "term": ("os.kill(os.getpid(), 15)", r"killed by SIGTERM \(signal 15\)", 128 + signal.SIGTERM),
     "abort": ("os.abort()", r"killed by SIGABRT \(signal 6\)", 128 + signal.SIGABRT),
-    "exit 0": ("os._exit(0)", "ended with exit code 0 while other ranks still ran", 1),
+    "exit 0": ("os._exit(0)", "exited with code 0 while other ranks were still running", 1),
     "exit 3": ("os._exit(3)", "exited with code 3", 3),
 }
 WORK = """

@@ -80,4 +80,5 @@ def test_figures_are_drawn_by_their_script():
     drawn = dict(module.figures())
     for name in module.README:
         assert name in README
-        assert drawn[name] == (ROOT / "docs" / "figures" / name).read_text(), f"{name}: run docs/figures/make.py"
+        tracked = (ROOT / "docs" / "figures" / name).read_text()
+        assert drawn[name] == tracked, f"{name}: run docs/figures/make.py"

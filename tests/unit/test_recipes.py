@@ -121,9 +121,9 @@ def test_the_warm_up_begins_above_0(
 
 
 @pytest.mark.parametrize(("words", "told"), [
-    ("--rate nan", "--rate: nan: give 0 or more"),
+    ("--rate nan", "--rate: nan: must be at least 0"),
     ("--epochs 4 --preset 256", "4 epochs, but 5 of warm-up. Change --epochs or --warmup-epochs"),
-    ("--label-smoothing 1", "--label-smoothing: 1: give 0 or more, less than 1"),
+    ("--label-smoothing 1", "--label-smoothing: 1: must be at least 0 and less than 1"),
     ("--lr 1", "unrecognized arguments: --lr"),
     ("--width 8 --model resnet18", "Omit it or --model"),
     ("--evaluate", "--evaluate: give either --checkpoints DIR or --weights FILE"),

@@ -11,6 +11,7 @@ from typing import Any
 
 from ringdance.host.messages import watch
 from ringdance.launch.cause import signal_name
+from ringdance.launch.hosts import counted
 from ringdance.launch.remote.connect import Remote, close_all
 
 _PING_S = 0.5
@@ -122,11 +123,6 @@ class Agents:
                 agent.frames.send({"put": name}, data)
 
     @property
-    def ready(self) -> bool:
-        """True once every agent is ready."""
-        return all(agent.ready for agent in self._all.values())
-
-    @property
     def problems(self) -> dict[str, str]:
         """Problems reported by agents during preparation, by host."""
         return {host: agent.problem for host, agent in self._all.items() if agent.problem}
@@ -135,11 +131,12 @@ class Agents:
         """Describe how far a host's start has come. ``connected`` of its ranks have connected so far."""
         agent = self._all[host]
         silent = not agent.local and time.monotonic() - agent.heard > _LATE_S
-        state = "nothing has been started there yet" if agent.ready else "it has no directory for the job yet"
+        state = "nothing has been started there" if agent.ready else "it has not created the job's directory"
         if agent.started:
             program = "mpiexec" if agent.local else "mpiexec's daemon"
-            state = f"{program} was started, {connected or 'no'} ranks have connected"
-        return f"agent {'does not answer' if silent else 'answers'}, {state}"
+            ranks = f"only {counted(connected, 'rank')}" if connected else "no rank"
+            state = f"{program} was started, but {ranks} connected"
+        return f"the agent {'does not answer' if silent else 'answers'}; {state}"
 
     @property
     def remotes_gone(self) -> bool:
@@ -243,8 +240,8 @@ class Agents:
         for agent in silent:
             if agent.there and not agent.silent:
                 agent.silent = True
-                text = f"no heartbeat for {shown:g} s. After {timeout:g} s (--host-timeout) it counts as lost"
-                self._handlers.on_silence(agent.host, text)
+                text = f"no heartbeat for {shown:g} s. After {timeout:g} s (--host-timeout), "
+                self._handlers.on_silence(agent.host, text + "the host counts as lost")
         for agent in self._all.values():
             if agent.frames.unsent:
                 self._send_on(agent)
@@ -286,7 +283,7 @@ class Agents:
         now = time.monotonic()
         if agent.silent:
             agent.silent = False
-            self._handlers.on_silence(agent.host, f"it answers again, after {now - agent.heard:.0f} s")
+            self._handlers.on_silence(agent.host, f"heartbeats have resumed after {now - agent.heard:.0f} s")
         self.heard = agent.heard = now
         for message, payload in messages:
             self._take(agent, message, payload)
@@ -302,7 +299,7 @@ class Agents:
             self._from_rank(agent, message, payload)
         elif "ready" in message:
             agent.ready, agent.problem, agent.port = True, message["problem"], message["port"]
-            if self.ready:
+            if all(each.ready for each in self._all.values()):
                 handlers.on_ready()
         elif "output" in message:
             handlers.on_output(payload)

@@ -62,7 +62,7 @@ def run(
         hosts=parse_hosts(hosts) if hosts else None,
         exports=env or {},
         source=f"hosts={hosts}" if hosts else "",
-        style=None if prefix else Style(""),
+        style=Style() if prefix else Style(""),
         output_directory=os.fspath(output_filename) if output_filename else "",
         start_timeout=start_timeout,
         grace=grace,
@@ -84,10 +84,13 @@ def call(
     Raises:
         LaunchError: The ranks could not be started, or a rank failed, as in ``run()``.
     """
+    import cloudpickle
+
     prepared = prepare(spec)
     plan = prepared.plan
     try:
-        files = {"call.pkl": _pack(fn, args, kwargs)}
+        function = cloudpickle.dumps((fn, tuple(args), dict(kwargs or {})))
+        files = {"call.pkl": pickle.dumps((sys.path, function))}
         screen, results = Screen((_sink("stdout"), _sink("stderr"))), Results()
         job = Job(prepared, screen, files=files, results=results)
     except BaseException:
@@ -102,12 +105,6 @@ def call(
         return results.load(plan.ranks)
     finally:
         results.close()
-
-
-def _pack(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> bytes:
-    import cloudpickle
-
-    return pickle.dumps((sys.path, cloudpickle.dumps((fn, tuple(args), dict(kwargs or {})))))
 
 
 def _sink(name: str) -> Sink:

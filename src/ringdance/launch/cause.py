@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from ringdance.host.exit_code import CAUSE_MARK
+from ringdance.launch.hosts import counted
 
 MARK = CAUSE_MARK.encode()
 """Begins a line that ``parse_mark()`` reads."""
@@ -29,7 +30,7 @@ _LOST_PEER = "MPI_ERR_PROC_FAILED"  # raised by mpi4py when a peer has died
 # ("Socket closed") and MPI_ERR_PROC_FAILED.
 _LOST_PEER_CODES = (14, 75, 76)
 _RECORD = re.compile(r" \(Last batches: \S+\)")
-_KILLED = "by hand, or by the kernel for lack of memory (see dmesg)"
+_KILLED = "sent by a user, or by the kernel because memory had run out (see dmesg)"
 _LATE_S = 0.5  # peers may notice that a rank has exited before its wrapper does
 
 
@@ -138,13 +139,6 @@ def parse_mark(line: bytes) -> Cause | None:
         return None
 
 
-def exit_code(code: int | None) -> int:
-    """Return the exit code in the shell's convention, 128 + signal. A vanished process counts as killed."""
-    if code is None:
-        return 128 + signal.SIGKILL
-    return code if code >= 0 else 128 - code
-
-
 def signal_name(number: int) -> str:
     """Return a signal's name, such as ``SIGKILL``, or ``signal N`` if it has none."""
     try:
@@ -159,12 +153,12 @@ def of_end(ended: Ended) -> Cause | None:
         return None
     last, traceback = ended.last_words.splitlines(), ended.last_words
     if ended.code is None:
-        text = ended.why or "its wrapper process vanished (killed?), and the rank with it"
+        text = ended.why or "the rank and its wrapper process disappeared without a report. Were they killed?"
         kind, message = "vanished", text
     elif ended.by_mpiexec:
         kind, message = "ended", "ended by mpiexec"
     elif ended.code in _LOST_PEER_CODES and not last:
-        kind, message = "peer", f"exited with code {ended.code}, as Open MPI's ranks do after a peer exits"
+        kind, message = "peer", f"exited with code {ended.code}, which Open MPI uses after a peer has exited"
     elif ended.code < 0:
         kind, message = "signal", f"killed by {signal_name(-ended.code)} (signal {-ended.code})"
         if why := ended.why or (_KILLED if ended.code == -signal.SIGKILL else ""):
@@ -248,20 +242,24 @@ def _early(found: Mapping[int, Cause], ended: Mapping[int, Ended]) -> list[Cause
     if all(cause.kind in ("ended", "peer") or cause.of_an_end for cause in found.values()):
         until += _LATE_S
     return [
-        end.cause("early", f"ended with exit code 0 while other ranks still ran{_reason(end)}")
+        end.cause("early", f"exited with code 0 while other ranks were still running{_reason(end)}")
         for end in ended.values()
         if not end.failed and (end.time <= until or any(cause.names(end) for cause in found.values()))
     ]
 
 
 def _code(first: Cause, ended: Mapping[int, Ended], others: Sequence[Cause]) -> int:
-    """Return the exit code of the first failed rank that chose its own, 0 if there is none."""
+    """Return the exit code of the first failed rank that chose its own, 0 if there is none.
+
+    As in a shell, the exit code of a process killed by a signal is 128 + the signal's number.
+    """
     if first.rank is None or first.kind == "early":
         return first.code
     for cause in (first, *others):
         end = ended.get(cause.rank) if cause.rank is not None else None
         if end and end.code != 0 and not end.by_launcher and not end.by_mpiexec:
-            return exit_code(end.code)
+            code = -signal.SIGKILL if end.code is None else end.code  # a vanished process was probably killed
+            return code if code >= 0 else 128 - code
     return 0
 
 
@@ -296,8 +294,8 @@ def render(verdict: Verdict, ranks: int, directory: str = "") -> str:
     for other in verdict.others[:shown]:
         same = "the same error" if other.same(cause) else other.message
         lines.append(f"then rank {other.rank} on {other.host}, pid {other.pid}: {same}")
-    if len(verdict.others) > shown:
-        lines.append(f"then {len(verdict.others) - shown} more ranks")
+    if (more := len(verdict.others) - shown) > 0:
+        lines.append(f"then {counted(more, 'more rank')}")
     if directory:
         lines.append(f"full output of each rank: {directory}")
     lines.append(f" exit code {verdict.code} ".center(_WIDTH, "="))

@@ -23,7 +23,7 @@ examples:
   ringdance run -np 4 --output-filename logs python train.py      logs/rank.0/stdout, ...
   ringdance run -np 2 -x OMP_NUM_THREADS=4 python -m package.train
   ringdance run -np 2 --dry-run python train.py                   show the plan, start nothing
-  ringdance run -H h1:4,h2:4 python train.py                      four ranks on each of two hosts, by ssh
+  ringdance run -H h1:4,h2:4 python train.py                      four ranks on each of two hosts, over ssh
   ringdance run --hostfile hosts -np 6 python train.py            lines `h1 slots=4` or `h1:4`
   ringdance run -np 4 --autotune --autotune-log-file tune.csv python train.py     then: --tuned tune.json
   ringdance run -np 2 --detach python train.py                    then: ringdance status, attach, stop
@@ -33,7 +33,7 @@ or SageMaker job, or the workers of an MPIJob or TrainJob.
 
 `python` is the interpreter that ringdance is installed in. Each output line is shown as `[rank] text`, or as
 `[rank]<host> text` if there are several hosts.
-Each rank gets its share of the cores as OMP_NUM_THREADS, unless that is set.
+Each rank gets its share of the cores as OMP_NUM_THREADS, unless you set OMP_NUM_THREADS yourself.
 
 exit code: 0 if all ranks exited with 0; otherwise the exit code of the rank that failed first (128 + n if
 signal n killed it); 2 if nothing was started; 127 if the command was not found; 130 after Ctrl-C.
@@ -53,25 +53,25 @@ def parser() -> argparse.ArgumentParser:
     add("-np", "--num-proc", type=int, metavar="N", help="number of ranks (default: the slots of -H)")
     add("-n", type=rank_count, dest="num_proc", help=argparse.SUPPRESS)
     _add_hosts(made)
-    add("-x", action="append", default=[], metavar="NAME[=VALUE]", help="set a variable for the ranks")
+    add("-x", action="append", default=[], metavar="NAME[=VALUE]", help="environment variable for the ranks")
     add("--output-filename", metavar="DIR", help="also write DIR/rank.<r>/stdout and stderr, DIR/metrics-*")
-    add("--timeline", default="", metavar="FILE", help="write what ranks do, for https://ui.perfetto.dev")
-    text = "try other values of settings in up to 280 steps, and continue with the best"
+    add("--timeline", default="", metavar="FILE", help="write a timeline for https://ui.perfetto.dev")
+    text = "try different values of settings for up to 280 steps, then continue with the best"
     add("--autotune", action=argparse.BooleanOptionalAction, default=None, help=text)
-    text = "write what autotune tried to FILE (CSV), and its result to the .json file next to it"
+    text = "write the values that autotune tries to FILE (CSV), and the best to the .json file next to it"
     add("--autotune-log-file", default="", metavar="FILE", help=text)
-    text = "run with a result of autotune, if it was found for this model and hardware"
+    text = "use a result that autotune found earlier, if it is for the same model and hardware"
     add("--tuned", default="", metavar="FILE", help=text)
     text = "start each output line with [rank] (default)"
     add("--prefix", action=argparse.BooleanOptionalAction, default=True, help=text)
     add("--timestamps", action="store_true", help="start each output line with the time")
-    add("--output-json", action="store_true", help="each output line as JSON: rank, host, stream, time, text")
+    add("--output-json", action="store_true", help="print lines as JSON: rank, host, stream, time, text")
     text = "seconds for all ranks to start (default 60)"
     add("--start-timeout", type=number, default=60.0, metavar="S", help=text)
-    text = "seconds for ranks to exit after Ctrl-C, SIGTERM or SIGHUP (default 30); a second Ctrl-C ends them"
+    text = "seconds for ranks to exit after Ctrl-C, SIGTERM or SIGHUP (default 30). Ctrl-C again kills them"
     add("--grace", type=float, default=30.0, metavar="S", help=text)
-    add("--detach", action="store_true", help="run in the background, out of reach of this terminal")
-    add("--dry-run", action="store_true", help="print the plan and start no rank")
+    add("--detach", action="store_true", help="run in the background, detached from this terminal")
+    add("--dry-run", action="store_true", help="print the plan without starting any ranks")
     add("--verbose", action="store_true", help="show each step, and all messages of mpiexec")
     add("command", nargs=argparse.REMAINDER, metavar="COMMAND", help="the program and its arguments")
     return made
@@ -79,13 +79,14 @@ def parser() -> argparse.ArgumentParser:
 
 def _add_hosts(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("hosts")
-    add_host_options(group, "hosts and their slots (default: 1)")
+    add_host_options(group, "hosts, and the number of slots on each (default: 1)")
     add = group.add_argument
-    text = "variables of this shell for ranks on other hosts: all but a machine's or login's (default), "
-    text += "or none but settings; -x NAME adds one"
+    text = "variables that ranks on other hosts get from this shell: all except those specific to a machine "
+    text += "or login (default), or only settings. -x NAME adds a variable"
     add("--env", choices=("all", "none"), default="all", help=text)
-    add("--chdir", default="", metavar="DIR", help="working directory of the ranks; here only if it exists")
-    text = "network interfaces to use (default: those through which all hosts reach each other)"
+    text = "working directory of the ranks. On this host, it is used only if it exists"
+    add("--chdir", default="", metavar="DIR", help=text)
+    text = "network interfaces to use (default: the interfaces that connect all hosts)"
     add("--network-interface", action="append", default=[], metavar="A,B", help=text)
     text = "seconds without a heartbeat after which a host counts as lost (default 30)"
     add("--host-timeout", type=number, default=30.0, metavar="S", help=text)
@@ -127,7 +128,7 @@ def run(
 
     if arguments.detach and not arguments.dry_run:
         # No colors: a detached job writes to its log, not to this terminal.
-        return start_detached(replace(spec, colour=False), checked, log)
+        return start_detached(replace(spec, style=replace(spec.style, colour=0)), checked, log)
     prepared = prepare(spec, log)
     if arguments.dry_run:
         prepared.close()
@@ -143,21 +144,24 @@ def _log(text: str) -> None:
     print(f"ringdance run: {text}", file=sys.stderr, flush=True)
 
 
-def _style(arguments: argparse.Namespace) -> Style | None:
+def _style(arguments: argparse.Namespace) -> Style:
     if arguments.output_json:
         return Style(json=True)
-    return None if arguments.prefix else Style("", clock=arguments.timestamps)
+    if not arguments.prefix:
+        return Style("", clock=arguments.timestamps)
+    colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    return Style(clock=arguments.timestamps, colour=int(colour))
 
 
 def _exports_of_options(arguments: argparse.Namespace) -> dict[str, str]:
     """Return the settings, as environment variables, that the options set."""
     if arguments.autotune_log_file and not arguments.autotune:
-        raise LaunchError("--autotune-log-file: nothing is tuned without --autotune. Add --autotune")
+        raise LaunchError("--autotune-log-file has no effect without --autotune. Add --autotune")
     if arguments.autotune_log_file.endswith(".json"):
-        raise LaunchError("--autotune-log-file: the log is a CSV file. tune.csv gets the result tune.json")
+        raise LaunchError("--autotune-log-file: the log is a CSV file. For tune.csv, the result is tune.json")
     if arguments.tuned and not os.path.isfile(arguments.tuned):
-        raise LaunchError(f"--tuned {arguments.tuned}: no such regular file; `ringdance run --autotune "
-                          "--autotune-log-file tune.csv ...` writes tune.json")  # fmt: skip
+        raise LaunchError(f"--tuned {arguments.tuned}: not an existing regular file. `ringdance run "
+                          "--autotune --autotune-log-file tune.csv ...` writes tune.json")  # fmt: skip
     log, tuned = (path and os.path.abspath(path) for path in (arguments.autotune_log_file, arguments.tuned))
     settings = {
         "RINGDANCE_AUTOTUNE": "" if arguments.autotune is None else str(int(arguments.autotune)),
@@ -172,8 +176,8 @@ def refuse_within_a_rank() -> None:
     rank, size = (os.environ.get(f"RINGDANCE_{name}", "") for name in ("RANK", "SIZE"))
     if "RINGDANCE_JOB" in os.environ and size not in ("", "1"):
         raise LaunchError(
-            f"this is rank {rank} of {size}, and each of them would start a job of its own. Remove the inner "
-            "launcher. If only one rank is to start another job: env -u RINGDANCE_SIZE ringdance run ..."
+            f"this is rank {rank} of {size}, and every rank would start its own job. Remove the inner "
+            "launcher. To start another job from a single rank: env -u RINGDANCE_SIZE ringdance run ..."
         )
 
 
@@ -198,8 +202,6 @@ def spec_of(arguments: argparse.Namespace) -> JobSpec:
         exports=_exports_of_options(arguments) | exports,
         forward=arguments.env == "all",
         style=_style(arguments),
-        clock=arguments.timestamps,
-        colour=sys.stdout.isatty() and not os.environ.get("NO_COLOR"),
         timeline=arguments.timeline,
         output_directory=arguments.output_filename or "",
         start_timeout=arguments.start_timeout,

@@ -7,19 +7,19 @@ from collections.abc import Container
 _ROWS = (
     (
         "nproc-per-node npernode pernode ppn perhost ntasks-per-node", "-np",
-        "write -np N for all hosts together, or -H h1:4,h2:4 for four ranks on each",
+        "write -np N, the number of ranks on all hosts together, or -H h1:4,h2:4 for four ranks on each host",
     ),
     ("n num-processes nprocs nproc ntasks", "-np", "write -np N, the number of ranks on all hosts together"),
     ("nnodes nodes N host nodelist w hostlist", "-H", "write -H h1:4,h2:4, the hosts and their slots"),
     ("hostfile machinefile machine-file default-hostfile f", "--hostfile", "write --hostfile FILE"),
     (
         "min-np max-np min-num-proc max-num-proc host-discovery-script max-restarts", "--detach",
-        "remove it: a job keeps the ranks and hosts that it starts with, -np N and -H h1:4,h2:4",
+        "remove it: the number of ranks (-np N) and the hosts (-H h1:4,h2:4) do not change during a job",
     ),
     (
         "rdzv-backend rdzv-endpoint rdzv-id master-addr master-port node-rank standalone gloo mpi "
         "oversubscribe allow-run-as-root", "--detach",
-        "remove it: this command starts and connects the ranks of all hosts, from one of them",
+        "remove it: this command, run on one host, starts and connects the ranks on all hosts",
     ),
     (
         "mca gmca bind-to map-by rank-by report-bindings mpi-args binding-args", "--detach",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import itertools
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -81,18 +81,13 @@ class Host:
     local: bool = False
     cores: int | None = None
     devices: Sequence[str] = ()
-    interfaces: tuple[str, ...] = field(default=())
+    interfaces: tuple[str, ...] = ()
 
 
 def several(names: Sequence[str], most: int = 5) -> str:
     """Join names with commas. List only the first ``most`` names, followed by how many were omitted."""
     rest = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + rest
-
-
-def plural(number: int, noun: str) -> str:
-    """Return a number with its noun, such as "1 host" or "3 hosts"."""
-    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def spans(numbers: Sequence[int]) -> str:
@@ -104,6 +99,16 @@ def spans(numbers: Sequence[int]) -> str:
         else:
             groups.append([number, number])
     return ",".join(f"{low}-{high}" if high > low else str(low) for low, high in groups)
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun, such as ``1 rank`` or ``2 ranks``."""
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
+def ranks_text(numbers: Sequence[int]) -> str:
+    """Name ranks in a message: ``rank 3``, or ``ranks 0-3,5``."""
+    return f"rank{'s' * (len(numbers) > 1)} {spans(numbers)}"
 
 
 def assign_ranks(ranks: int, hosts: HostList) -> tuple[Host, ...]:
@@ -193,8 +198,8 @@ def shared_networks(facts: Mapping[str, HostFacts], wanted: Collection[str] = ()
     everywhere = set.intersection(*map(set, nets.values())) if nets else set()
     # If two hosts have the same address, it belongs to a bridge inside each host (docker0) and cannot be used
     # to reach another host. But if a host has no other address, the hosts presumably share a network stack.
-    every = set().union(*map(set, nets.values()))
-    inner = {net for net in every if _repeats([own.get(net) for own in nets.values()])}
+    counts = Counter((net, address) for own in nets.values() for net, (_, address) in own.items())
+    inner = {net for (net, _), count in counts.items() if count > 1}
     if any(own.keys() <= inner for own in nets.values()):
         inner = set()
     reached = {
@@ -222,8 +227,3 @@ def addresses(facts: HostFacts) -> dict[str, tuple[str, str]]:
         if net not in by_net or address == facts.reached:
             by_net[net] = (interface, address)
     return by_net
-
-
-def _repeats(entries: Iterable[tuple[str, str] | None]) -> bool:
-    addresses = [entry[1] for entry in entries if entry]
-    return len(set(addresses)) < len(addresses)

@@ -60,7 +60,8 @@ class Job:
         try:
             candidates, wrong = usable(bases(os.environ))
             if not candidates:
-                raise LaunchError(f"no directory for temporary files ({wrong}). Set TMPDIR to a writable one")
+                text = f"no directory for temporary files ({wrong})"
+                raise LaunchError(f"{text}. Set TMPDIR to a writable directory")
             place = Place(self.id, candidates, host_directory(candidates[0], self.id))
             for note in plan.notes:
                 self._screen.show(note)

@@ -34,7 +34,7 @@ def local_environment(plan: Plan, place: Place) -> dict[str, str]:
     """Return the environment of mpiexec and the ranks on this host."""
     own = plan.environ(os.environ)
     session = session_environment(plan.mpi.family, place.directory, SHARED if host_shared(place.id) else "")
-    here = plan.chdir if os.path.isdir(plan.chdir) else os.getcwd()
+    here = plan.spec.chdir if os.path.isdir(plan.spec.chdir) else os.getcwd()
     wrapper = paths.variables(os.path.abspath(here)) if plan.paths_differ else {}
     # Open MPI does not start without HOME.
     return {"HOME": machine.in_home("~"), **own, **session, **wrapper, linux.MARKER: place.id}
@@ -61,7 +61,7 @@ def job_messages(
         session[METRICS_DIR] = f"{OWN_DIRECTORY}/{OUTPUT}"
     remote = {
         **common,
-        "cwd": plan.chdir or os.getcwd(),
+        "cwd": plan.spec.chdir or os.getcwd(),
         "launcher": paths.launcher_paths() if plan.paths_differ else None,
         "needed": needed,
         "environ": {**forwarded, **session},

@@ -31,13 +31,13 @@ usage: ringdance mpirun [OPTIONS] COMMAND [ARGUMENTS...]
 Run a command line of Open MPI 4's mpirun with the MPI that Python uses here (Open MPI 5, MPICH, Intel MPI,
 ...) and the launcher of `ringdance run`. Options, with one dash or two: -np, -N, -npernode, -H, -hostfile,
 -x, -mca, -bind-to, -map-by, -tag-output, -output-filename, -wdir, -oversubscribe and others. By default, the
-scheduler's hosts are used, like with `ringdance run`. Unknown options are errors. Options without effect
+scheduler's hosts are used, as with `ringdance run`. Unknown options are errors. Options without effect
 produce a warning.
 
   --install-into DIR   write a program named mpirun into a directory, for tools that look for it in PATH
   --launch-agent PROG  name of Open MPI's daemon on the other hosts
   --no-check           skip the checks of the hosts before the start
-  --dry-run            print the plan and start no rank
+  --dry-run            print the plan without starting any ranks
   --version, --help
 
 Differences from mpirun: cores are bound only on request; ranks are numbered host by host, and -map-by node
@@ -120,7 +120,7 @@ def install(directory: Path) -> list[Path]:
     prted = Path(mpi.mpiexec).parent / "prted"
     files = [mpirun]
     if mpirun.is_symlink() or (mpirun.exists() and _NAME not in mpirun.read_text(errors="replace")):
-        raise LaunchError(f"{mpirun} is another program. Choose a directory for this one only")
+        raise LaunchError(f"{mpirun} is a different program. Choose a directory without an mpirun")
     directory.mkdir(parents=True, exist_ok=True)
     # SageMaker's toolkit waits for a process named orted on each host.
     if mpi.family == "openmpi" and prted.exists():

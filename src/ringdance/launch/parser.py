@@ -93,7 +93,7 @@ class Parser(argparse.ArgumentParser):
             hints = [f"did you mean {choice}?" for choice in near]
         elif message.endswith("expected one argument"):
             option = message.split()[1].split("/")[-1].rstrip(":")
-            hints = [f"a value that starts with - must follow an =, as in {option}=-x"]
+            hints = [f"to pass a value that starts with -, write {option}=-x"]
         super().error("; ".join([message, *hints]))
 
 
@@ -115,8 +115,8 @@ def at_least(kind: Callable[[str], T], least: float, below: float = math.inf) ->
     def parsed(text: str) -> T:
         value = kind(text)
         if not least <= value < below:
-            limit = f", less than {below:g}" if below < math.inf else ""
-            raise argparse.ArgumentTypeError(f"{text}: give {least:g} or more{limit}")
+            limit = f" and less than {below:g}" if below < math.inf else ""
+            raise argparse.ArgumentTypeError(f"{text}: must be at least {least:g}{limit}")
         return value
 
     parsed.__name__ = kind.__name__  # argparse shows this name in its errors
@@ -130,14 +130,14 @@ def counts(text: str) -> list[int]:
     """Parse a list of positive integers such as "1,2,4". Return them in ascending order."""
     numbers = {int(word) if word.isdecimal() else 0 for word in text.split(",")}
     if min(numbers) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers of 1 or more, such as 1,2,4")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of positive integers, such as 1,2,4")
     return sorted(numbers)
 
 
 def number(text: str) -> float:
     """Parse a positive number."""
     if not 0 < (value := float(text)) < math.inf:
-        raise argparse.ArgumentTypeError(f"{text}: give a finite number, more than 0")
+        raise argparse.ArgumentTypeError(f"{text}: must be a finite number greater than 0")
     return value
 
 

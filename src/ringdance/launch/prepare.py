@@ -12,9 +12,8 @@ from ringdance.host.directories import METRICS_DIR, OWN_DIRECTORY, TIMELINE
 from ringdance.host.limits import usable_cores
 from ringdance.host.schedulers.this_machine import local_names
 from ringdance.host.system import machine
-from ringdance.launch.hosts import assign_ranks, facts_from
+from ringdance.launch.hosts import assign_ranks, counted, facts_from
 from ringdance.launch.mpi import find_mpi
-from ringdance.launch.output.stream import WITH_HOST, WITH_RANK, Style
 from ringdance.launch.plan import Plan, build_plan
 from ringdance.launch.remote.connect import PIPES, Remote, allow_open_files, close_all, connect
 from ringdance.launch.spec import JobSpec, check_machine, script_of
@@ -31,12 +30,10 @@ class PreparedJob:
     """A job with its plan, and with idle agents on the other hosts.
 
     Attributes:
-        spec: The job, with its hosts and ranks.
         plan: What will be started.
         remotes: The agents on the other hosts.
     """
 
-    spec: JobSpec
     plan: Plan
     remotes: list[Remote]
 
@@ -45,17 +42,16 @@ class PreparedJob:
         close_all(self.remotes)
 
     @property
-    def style(self) -> Style:
-        """Format of the ranks' output lines."""
-        style = WITH_HOST if len(self.plan.hosts) > 1 else WITH_RANK
-        return self.spec.style or replace(style, clock=self.spec.clock, colour=int(self.spec.colour))
+    def spec(self) -> JobSpec:
+        """The job, with its hosts and ranks."""
+        return self.plan.spec
 
     @property
     def needed(self) -> list[str]:
         """Files that must exist on every host."""
-        program, *arguments = self.plan.command
+        program, *arguments = self.spec.command
         script = script_of(arguments) if os.path.basename(program).startswith("python") else None
-        own = [] if self.plan.python and program == sys.executable else [program]
+        own = [] if self.spec.shell.python and program == sys.executable else [program]
         return [*own, *([script] if script else [])]
 
 
@@ -94,7 +90,7 @@ def prepare(
     if spec.check:
         here = sum(len(host.ranks) for host in placed if host.name in local)
         files = PIPES * len(others) + _FOR_RANK * here + 2 * spec.ranks * bool(spec.output_directory)
-        allow_open_files(files, f"{spec.ranks} ranks and {len(others)} other hosts")
+        allow_open_files(files, f"{counted(spec.ranks, 'rank')} on {counted(len(placed), 'host')}")
     remotes = connect(others, spec.shell, spec.start_timeout, log) if others and spec.check else []
     facts = dict.fromkeys(local, facts_from(machine.facts()))
     facts |= {remote.host: remote.facts for remote in remotes}
@@ -109,7 +105,7 @@ def prepare(
         raise
     used = {host.name for host in plan.hosts}  # not all hosts, if there are more slots than ranks
     close_all(remote for remote in remotes if remote.host not in used)
-    return PreparedJob(spec, plan, [remote for remote in remotes if remote.host in used])
+    return PreparedJob(plan, [remote for remote in remotes if remote.host in used])
 
 
 def _exports(spec: JobSpec, rank_0_here: bool) -> dict[str, str]:

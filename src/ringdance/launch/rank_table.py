@@ -12,7 +12,7 @@ from ringdance.errors import LaunchError
 from ringdance.host.system.signals import STOPPING
 from ringdance.launch.agents import Agents, RankLink
 from ringdance.launch.cause import Cause, Ended, Verdict, judge
-from ringdance.launch.hosts import rank_numbers, spans
+from ringdance.launch.hosts import counted, rank_numbers, ranks_text
 from ringdance.launch.output.screen import Screen
 from ringdance.launch.output.stream import Stream, make_streams
 from ringdance.launch.prepare import PreparedJob
@@ -52,7 +52,7 @@ class RankTable:
     """
 
     def __init__(self, prepared: PreparedJob, screen: Screen, agents: Agents) -> None:
-        self._plan, self._spec, self._style = prepared.plan, prepared.spec, prepared.style
+        self._plan, self._spec = prepared.plan, prepared.spec
         self._screen, self._agents = screen, agents
         self._places = rank_numbers(self._plan.hosts)
         self._host_of = {number: host.name for host in self._plan.hosts for number in host.ranks}
@@ -73,28 +73,23 @@ class RankTable:
         Raises:
             LaunchError: The rank's files cannot be created.
         """
-        number, host = int(hello["rank"]), str(hello["host"])
-        wrong = self._misplaced(number, int(hello["size"]), link)
-        if wrong:
-            return wrong
+        number, size, host = int(hello["rank"]), int(hello["size"]), str(hello["host"])
+        if size != self._plan.ranks or number in self._ranks:
+            return (
+                f"started a world of {counted(size, 'rank')} instead of {self._plan.ranks}: "
+                "this mpiexec does not belong to the MPI library in use"
+            )
+        if link.remote.host != self._host_of[number]:
+            return f"placed rank {number} on {link.remote.host} instead of {self._host_of[number]}"
         sinks = self._screen.of(0, number), self._screen.of(1, number)
         directory = self._spec.output_directory
         try:
-            streams = make_streams(number, self._plan.ranks, host, sinks, self._style, directory)
+            several = len(self._plan.hosts) > 1
+            streams = make_streams(number, host, sinks, self._spec.style, directory, size, several)
         except OSError as error:
             raise LaunchError(f"--output-filename {directory}: {error}") from None
         self._ranks[number] = self._by_link[link] = Rank(link, number, host, streams)
         link.send({"go": self._places[number], "port": self._agents.port(self._host_of[0])})
-        return ""
-
-    def _misplaced(self, number: int, size: int, link: RankLink) -> str:
-        if size != self._plan.ranks or number in self._ranks:
-            return (
-                f"started a world of {size} ranks instead of {self._plan.ranks}: "
-                "it does not belong to the MPI library in use"
-            )
-        if link.remote.host != self._host_of[number]:
-            return f"put rank {number} on {link.remote.host} instead of {self._host_of[number]}"
         return ""
 
     def write(self, link: RankLink, which: int, data: bytes) -> None:
@@ -168,13 +163,13 @@ class RankTable:
         return self.over and not self.failed
 
     def not_started(self) -> dict[str, str]:
-        """Describe what the ranks that have not started are waiting for. The keys are "host (ranks)"."""
+        """Describe what the ranks that have not started are waiting for. The keys are "host (ranks 0-3)"."""
         waiting = {}
         for host in self._plan.hosts:
             known = [number for number in host.ranks if number in self._ranks]
             missing = [number for number in host.ranks if number not in known or not self._ranks[number].pid]
             if missing:
-                waiting[f"{host.name} (ranks {spans(missing)})"] = self._agents.doing(host.name, len(known))
+                waiting[f"{host.name} ({ranks_text(missing)})"] = self._agents.doing(host.name, len(known))
         return waiting
 
     def ended_by_mpiexec(self, numbers: Sequence[int]) -> list[float]:
@@ -201,25 +196,16 @@ class RankTable:
 
     # --- held-back output ----------------------------------------------------------------------
 
-    def due(self, running: bool) -> float:
-        """Return the time at which the next held-back traceback is due.
-
-        Args:
-            running: True while the job is running. Afterwards, tracebacks are held until the job has ended.
-        """
-        until = next(iter(self._holding.values())).streams[1].held_until if self._holding else None
-        return math.inf if until is None or not running else until
-
-    def show_due(self, running: bool) -> None:
-        """Show the held-back tracebacks that are due."""
-        now = time.monotonic()
-        while running and self._holding:
+    def show_due(self) -> float:
+        """Show the held-back tracebacks that are due. Return the time at which the next one is due."""
+        while self._holding:
             rank = next(iter(self._holding.values()))
             until = rank.streams[1].held_until
-            if until is not None and now < until:
-                break
+            if until is not None and time.monotonic() < until:
+                return until
             rank.streams[1].release()
             del self._holding[rank.rank]
+        return math.inf
 
     # --- judgement -----------------------------------------------------------------------------
 
@@ -239,14 +225,14 @@ class RankTable:
             marks += [replace(mark, time=rank.link.remote.time_here(mark.time)) for mark in err.marks]
             if rank.ended:
                 if rank.ended.code is None and rank.rank in lost:
-                    rank.ended = replace(rank.ended, why="unreachable: its host is lost")
+                    rank.ended = replace(rank.ended, why="unreachable, because its host was lost")
                 ended[rank.rank] = replace(rank.ended, last_words=err.last_words(), last_line=err.last_line())
         self.alone = {mark.rank or 0: mark.message for mark in marks if mark.kind == "alone"}
         marks = [mark for mark in marks if mark.kind != "alone"]
         verdict = judge(marks, ended, outside, mpiexec)
         if verdict and verdict.cause.kind == "early" and verdict.cause.rank in self.alone:
-            never = f"; rank(s) that never called hvd.init(), which all must call: {spans([*self.alone])}"
-            cause = replace(verdict.cause, message=verdict.cause.message + never)
+            never = f"hvd.init(), which all ranks must call, was not called by {ranks_text([*self.alone])}"
+            cause = replace(verdict.cause, message=f"{verdict.cause.message}; {never}")
             verdict = replace(verdict, cause=cause)
         return verdict, sum(not end.failed for end in ended.values())
 

@@ -14,7 +14,7 @@ from ringdance.errors import LaunchError
 from ringdance.host.system.signals import PASSED_ON, STOPPING, Signals
 from ringdance.launch.agents import Agents, Handlers, RankLink
 from ringdance.launch.cause import Cause, Ended, Verdict, signal_name
-from ringdance.launch.hosts import Host, spans
+from ringdance.launch.hosts import Host, counted, ranks_text
 from ringdance.launch.job_messages import Place, job_messages
 from ringdance.launch.mpiexec import Mpiexec
 from ringdance.launch.output.results import OutputDirectory, Results
@@ -23,7 +23,23 @@ from ringdance.launch.prepare import PreparedJob
 from ringdance.launch.rank_table import Rank, RankTable
 from ringdance.launch.remote.connect import Remote, folded, together
 from ringdance.launch.shutdown import Shutdown
-from ringdance.launch.states import CLEANING, ENDING, LIMITS, WELL, Event, Stage, State, Wait
+from ringdance.launch.states import CLEANING, ENDING, LIMITS, WELL, Event, Stage, State
+
+# Seconds from an event to the deadline of the state that the event leads to:
+_FAILED_S = 0.1
+_MPIEXEC_EXITED_S = 0.3  # the ranks' reports may still be unread in the sockets
+# The other ranks get this long to report their view. The launcher may also receive the signal that ended the
+# rank a little later.
+_RANK_FAILED_S = 1.0
+_RANK_KILLED_S = 0.5  # this rank cannot have reported why it ended
+_OVER_S = 3.0  # for mpiexec to exit; it sometimes hangs
+_OVER_LATE_S = 0.05  # the same, but after a failure or the end of mpiexec, or while the job was stopping
+_STOP_S = 0.8  # from a signal until the launcher says how long it waits for the ranks
+_TERM_S = 0.2  # from SIGTERM after a failure until the ranks are killed
+
+_OWN_FAILURE_S = 1.0  # for a running rank that has reported its own failure; its exit code becomes the job's
+_CAUSE_S = 1.0  # for another host to report the failure that the known failures follow from
+_AGAIN_S = 0.05  # until the launcher checks again whether it must wait for a host
 
 
 class RunningJob:
@@ -63,6 +79,8 @@ class RunningJob:
         self._mpiexec = Mpiexec(self._plan, place, self._agents, screen.of(1), *exits)
         self._stage = Stage(self._spec.start_timeout)
         self._shutdown = Shutdown(self._spec.grace)
+        self._own_failure_awaited = False
+        self._cause_awaited_until = math.inf
         self._outside: list[Cause] = []  # failures outside the ranks
 
     def run(self, files: Mapping[str, bytes]) -> Verdict | int:
@@ -82,20 +100,21 @@ class RunningJob:
     # --- the loop ------------------------------------------------------------------------------
 
     def _step(self) -> None:
-        due = min(self._stage.deadline, self._ranks.due(self._stage.state is State.RUNNING))
+        # After the state RUNNING, tracebacks are held back until the job has ended.
+        due = self._ranks.show_due() if self._stage.state is State.RUNNING else math.inf
+        due = min(due, self._stage.deadline)
         again = self._agents.check(self._stage.state not in WELL and not self._shutdown.signal)
         timeout = min(max(0.0, due - time.monotonic()), math.inf if again is None else again)
         for key, _ in self._selector.select(None if math.isinf(timeout) else timeout):
             # Handling an earlier event from the same select() may have closed this file.
             if self._selector.get_map().get(key.fd) is key:
                 key.data()
-        self._ranks.show_due(self._stage.state is State.RUNNING)
-        if self._stage.deadline <= time.monotonic() and not self._stage.extend(self._seconds_to_wait):
+        if self._stage.deadline <= time.monotonic():
             self._expire()
 
-    def _handle(self, event: Event, at_most: float = math.inf) -> None:
+    def _handle(self, event: Event, seconds: float = math.inf) -> None:
         """Apply an event to the state table (``Stage.follow()``), and act on entering a new state."""
-        if not self._stage.follow(event, at_most):
+        if not self._stage.follow(event, seconds):
             return
         state = self._stage.state
         self._mpiexec.output.quiet = state in ENDING
@@ -112,9 +131,13 @@ class RunningJob:
             self._agents.clean_local(not self._ranks.completed)
 
     def _expire(self) -> None:
-        """Act when a state has passed its deadline, which no reason extends."""
+        """Extend the deadline, which has passed, or act on it."""
+        extension = self._extension()
+        self._stage.deadline = time.monotonic() + extension if extension > 0 else math.inf
+        if extension > 0:
+            return
         if self._stage.state in (State.PREPARING, State.STARTING):
-            text = f"only {self._ranks.connected} of {self._plan.ranks} ranks started within "
+            text = f"only {self._ranks.connected} of {counted(self._plan.ranks, 'rank')} started within "
             text += f"{self._spec.start_timeout:g} s (--start-timeout)"
             self._fail("\n  ".join([text, *folded(self._ranks.not_started())]))
         elif self._stage.state is State.CLEANING_LOCAL:
@@ -123,23 +146,35 @@ class RunningJob:
             number = self._shutdown.signal
             if self._stage.state is State.STOPPING and number and (late := self._ranks.running):
                 seconds = f"{time.monotonic() - self._shutdown.came:.1f} s after {signal_name(number)}"
-                self._screen.show(f"ranks {spans(late)} had not exited {seconds}: killed")
-            self._handle(Event.TIMEOUT)
+                self._screen.show(f"killing {ranks_text(late)}, still running {seconds}")
+            self._handle(Event.TIMEOUT, _TERM_S)
 
-    def _seconds_to_wait(self, reason: Wait) -> float:
-        """Return by how many seconds this reason extends the deadline, 0 if it does not apply."""
-        if reason is Wait.GRACE:
-            return self._grace_left()
-        if reason is Wait.REPORTS:
-            return LIMITS[self._stage.state] + self._agents.heard - time.monotonic()
-        if reason is Wait.OWN_FAILURE:
-            return math.inf if self._ranks.own_failure_reported() else 0.0
-        if self._ranks.completed or self._outside or self._shutdown.signal or not self._plan.multi_host:
-            return 0.0
-        if reason is Wait.SILENT_HOST:
-            return math.inf if self._agents.pending else 0.0
+    def _extension(self) -> float:
+        """Return by how many seconds to extend the state's deadline, 0 or less if there is no reason."""
+        state = self._stage.state
+        if state in (State.CLEANING_REMOTE, State.CLEANING_LOCAL):
+            # Agents may still be sending results and output, which may be large.
+            return LIMITS[state] + self._agents.heard - time.monotonic()
+        if state is State.STOPPING and (left := self._grace_left()) > 0:
+            return left
+        if state is State.FAILED and not self._own_failure_awaited and self._ranks.own_failure_reported():
+            self._own_failure_awaited = True
+            return _OWN_FAILURE_S
+        waits = state in (State.FAILED, State.ENDED, State.STOPPING) and self._cause_may_follow()
+        return _AGAIN_S if waits else 0.0
+
+    def _cause_may_follow(self) -> bool:
+        """Return True if another host may still report why ranks have failed."""
+        known = self._ranks.completed or self._outside or self._shutdown.signal
+        if known or not self._plan.multi_host:
+            return False
+        if self._agents.pending:  # a silent host may be lost, which may be the cause
+            return True
         verdict, _ = self._ranks.judge((), None)
-        return math.inf if verdict and verdict.follows else 0.0
+        if verdict is None or not verdict.follows:
+            return False
+        self._cause_awaited_until = min(self._cause_awaited_until, time.monotonic() + _CAUSE_S)
+        return time.monotonic() < self._cause_awaited_until
 
     def _grace_left(self) -> float:
         """Return the seconds that ranks still have to exit after a signal, and tell the user."""
@@ -148,7 +183,7 @@ class RunningJob:
             return 0.0
         limit = "time" if self._spec.grace >= 3600 else f"{self._spec.grace:g} s"  # in the background
         name = signal_name(self._shutdown.signal)
-        self._screen.show(f"{name}: the ranks have {limit} to exit. Ctrl-C (SIGINT) ends them now")
+        self._screen.show(f"{name}: the ranks have {limit} to exit. Press Ctrl-C (SIGINT) to kill them now")
         return left
 
     def _on_signals(self) -> None:
@@ -165,7 +200,7 @@ class RunningJob:
         if not self._shutdown.signal and self._stage.state is State.FAILED and caused:
             self._stage.deadline = math.inf
         self._shutdown.add(number, self._stage.deadline, caused)
-        self._handle(Event.STOP, max(0.0, self._shutdown.kill_at - time.monotonic()))
+        self._handle(Event.STOP, max(0.0, min(_STOP_S, self._shutdown.kill_at - time.monotonic())))
 
     # --- ranks ---------------------------------------------------------------------------------
 
@@ -173,8 +208,8 @@ class RunningJob:
         rank = self._ranks.of(link)
         if "rsh" in message:
             if not self._mpiexec.start_daemon(link, message["rsh"], message["command"]):
-                host = f"{message['rsh']}, which is not a host of this job"
-                self._fail(f"mpiexec wants to start something on {host}")
+                host = f"{message['rsh']}, which is not a host in this job"
+                self._fail(f"mpiexec tried to start a process on {host}")
         elif "rank" in message:
             wrong = self._ranks.add(link, message)
             if wrong:
@@ -190,7 +225,7 @@ class RunningJob:
                 self._handle(Event.STARTED)
         elif rank and "stopped" in message:
             who = f"rank {rank.rank} on {rank.host} (pid {rank.pid})"
-            hint = f"the other ranks wait for it. Run `kill -CONT {rank.pid}` there to continue it"
+            hint = f"the other ranks are waiting for it. Resume it with `kill -CONT {rank.pid}` on that host"
             self._screen.show(f"{who} was stopped by {signal_name(message['stopped'])}: {hint}")
         elif rank and "ended" in message:
             when = link.remote.time_here(message["time"])
@@ -210,11 +245,11 @@ class RunningJob:
         self._note(f"rank {rank.rank} ended: {code}")
         if ended.failed:
             killed = code is None or (code < 0 and -code not in STOPPING)
-            self._handle(Event.RANK_KILLED if killed else Event.RANK_FAILED)
+            self._handle(Event.FAILURE, _RANK_KILLED_S if killed else _RANK_FAILED_S)
         if self._ranks.over or (self._stage.state is State.STOPPING and self._ranks.idle):
             self._ranks.send({"over": True})
             late = self._ranks.failed or by_launcher or self._mpiexec.code is not None
-            self._handle(Event.OVER_LATE if late else Event.OVER)
+            self._handle(Event.OVER, _OVER_LATE_S if late else _OVER_S)
 
     # --- mpiexec and hosts ---------------------------------------------------------------------
 
@@ -241,7 +276,10 @@ class RunningJob:
         if code < 0 and self._stage.state not in ENDING:
             name = signal_name(-code)
             self._fail(f"mpiexec (pid {pid}) was killed by {name} (signal {-code})", 128 - code)
-        self._handle(Event.COMPLETE if self._ranks.over else Event.MPIEXEC_EXITED)
+        if self._ranks.over:
+            self._handle(Event.OVER, 0.0)
+        else:
+            self._handle(Event.FAILURE, _MPIEXEC_EXITED_S)
 
     def _on_daemon_exit(self, host: Host, code: int, when: float) -> None:
         # Open MPI's daemon exits only after its ranks have exited, or because of an earlier failure.
@@ -276,7 +314,7 @@ class RunningJob:
         """Record a failure outside the ranks."""
         at = when or time.time()
         self._outside.append(Cause(None, os.uname().nodename, os.getpid(), at, kind, message, code=code or 1))
-        self._handle(Event.FAILURE)
+        self._handle(Event.FAILURE, _FAILED_S)
 
     # --- the end -------------------------------------------------------------------------------
 
@@ -318,11 +356,9 @@ class RunningJob:
         number, incomplete = self._shutdown.signal, completed < self._plan.ranks
         if verdict is None and incomplete and not (number and self._shutdown.caused_failures):
             output = b"".join(banner.unshown).decode(errors="replace").strip()
-            self._fail(
-                f"mpiexec exited with code {code}, but only {completed} of {self._plan.ranks} ranks reported "
-                "that they had exited" + (f". Its output:\n{output}" if output else ""),
-                abs(code or 1),
-            )
+            text = f"mpiexec exited with code {code}, but only {completed} of "
+            text += f"{counted(self._plan.ranks, 'rank')} reported an exit"
+            self._fail(text + (f". Output of mpiexec:\n{output}" if output else ""), abs(code or 1))
             verdict, _ = self._ranks.judge(self._outside, code)
         self._ranks.show_held(verdict)
         unfinished = self._results is not None and not self._results.kept
@@ -337,6 +373,6 @@ class RunningJob:
                 f"no rank called hvd.init(): {self._plan.ranks} programs used {framework} without "
                 "exchanging anything through Ringdance. That is fine if they divide the work by RANK or "
                 "communicate in another way. To train one model together, import one of ringdance.torch, "
-                ".tensorflow, .keras and .jax as hvd (see README.md)"
+                ".tensorflow, .keras or .jax as hvd (see README.md)"
             )
         return verdict or 0

@@ -47,10 +47,10 @@ class Shutdown:
 
     def sentence(self) -> str:
         """Describe how the job was ended and how to continue it."""
-        text = f"the job was ended by {signal_name(self.signal)} to its launcher"
+        text = f"the job was ended by {signal_name(self.signal)}, sent to its launcher"
         if self.signal in _OF_A_TERMINAL:
-            text += ". If its script loads its last checkpoint, the same command continues from there. "
-            text += f"Started with --detach, it does not end with {_OF_A_TERMINAL[self.signal]}"
+            text += ". If the script loads its last checkpoint, the same command continues from there. "
+            text += f"A job started with --detach does not end with {_OF_A_TERMINAL[self.signal]}"
         return text
 
     def sigterm(self) -> dict[str, Any]:

@@ -46,9 +46,7 @@ class JobSpec:
         check: If True, query other hosts before planning. Required to start the job.
         exports: Variables to set for the ranks.
         forward: If True, ranks on other hosts get the launcher's variables, otherwise only settings.
-        style: Format of the ranks' output lines. If None, lines start with the rank, and with several hosts
-            also the host.
-        clock, colour: If ``style`` is None: start lines with the time, and give each rank a color.
+        style: Format of the ranks' output lines.
         output_directory: Directory for a copy of each rank's output, or "".
         timeline: File for a timeline of all ranks, or "".
         start_timeout: Seconds for all hosts to answer, and again for all ranks to start.
@@ -70,9 +68,7 @@ class JobSpec:
     check: bool = True
     exports: Mapping[str, str] = field(default_factory=dict)
     forward: bool = True
-    style: Style | None = None
-    clock: bool = False
-    colour: bool = False
+    style: Style = field(default_factory=Style)
     output_directory: str = ""
     timeline: str = ""
     start_timeout: float = 60.0

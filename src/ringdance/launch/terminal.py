@@ -27,7 +27,7 @@ def run_in_terminal(prepared: PreparedJob) -> int:
     stdin = -1 if sys.stdin is None or sys.stdin.isatty() else 0
     first = prepared.plan.hosts[0]
     if stdin == 0 and not first.local and _waits(stdin):
-        text = f"rank 0 is on {first.name} and cannot read this standard input. Name this host first"
+        text = f"rank 0 runs on {first.name} and cannot read standard input from here. List this host first"
         print(f"ringdance run: {text}", file=sys.stderr)
     smart = os.environ.get("TERM", "dumb") != "dumb"
     terminals = [smart and os.isatty(descriptor) for descriptor in (1, 2)]

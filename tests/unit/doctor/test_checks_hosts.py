@@ -191,7 +191,7 @@ def test_a_real_sshd(sshd: tuple[int, Path], tmp_path: Path) -> None:
     assert outcome(RemoteShell(port=port, identity=str(key), arguments=arguments)) == "reached"
     wrong = (*arguments, "-o", "IdentitiesOnly=yes")
     other = str(tmp_path / "host")
-    assert "asks for a password" in outcome(RemoteShell(port=port, identity=other, arguments=wrong))
+    assert "passwordless login fails" in outcome(RemoteShell(port=port, identity=other, arguments=wrong))
     assert "no sshd answers" in outcome(RemoteShell(port=1, identity=str(key), arguments=arguments))
 
 

@@ -99,7 +99,7 @@ def test_an_exit_while_others_wait_has_its_code_and_its_reason() -> None:
 def test_a_rank_that_left_early_is_the_cause_of_others_failing() -> None:
     result = verdict([mark(0, 2.0, "ShutDownError: rank 1 ended")], ended(1, 0, 1.0), ended(0, 1, 2.1))
     assert result.cause.rank == 1
-    assert "exit code 0 while other ranks still ran" in result.cause.message
+    assert "exited with code 0 while other ranks were still running" in result.cause.message
     assert result.code == 1
 
 

@@ -11,9 +11,9 @@ from ringdance.launch.spec import refuse_launcher, resolve_command
 from ringdance.tools.cli import main
 
 HOSTS, ALL = "write -H h1:4,h2:4, the hosts and their slots", "write -np N, the number of ranks on all hosts"
-EACH, MPIRUN = "write -np N for all hosts together, or -H h1:4,h2:4", "use `ringdance mpirun`"
-OUT = "remove it: this command starts"
-SETTING, ELASTIC = "write -x NAME=VALUE; `ringdance settings`", "remove it: a job keeps the ranks"
+EACH, MPIRUN = "write -np N, the number of ranks on all hosts together, or -H", "use `ringdance mpirun`"
+OUT = "remove it: this command, run on one host"
+SETTING, ELASTIC = "write -x NAME=VALUE; `ringdance settings`", "remove it: the number of ranks (-np N) and"
 RUN = {
     # torchrun and torch.distributed.launch
     "--nproc_per_node 4 train.py": EACH,
@@ -171,4 +171,4 @@ def test_a_launcher_that_joins_its_like_or_runs_alone_is_not_refused(tmp_path: P
 
 def test_a_value_that_begins_with_a_dash(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sagemaker", "submit", "--mpi-options", "-x A=1", "train.py"]) == 2
-    assert "a value that starts with - must follow an =, as in --mpi-options=-x" in capsys.readouterr().err
+    assert "to pass a value that starts with -, write --mpi-options=-x" in capsys.readouterr().err

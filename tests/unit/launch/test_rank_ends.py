@@ -46,7 +46,8 @@ def test_a_bus_error_is_explained_by_the_room_that_is_left(
 
 
 def test_other_signals() -> None:
-    assert message(-signal.SIGKILL).endswith("): by hand, or by the kernel for lack of memory (see dmesg)")
+    why = "sent by a user, or by the kernel because memory had run out (see dmesg)"
+    assert message(-signal.SIGKILL).endswith(f"): {why}")
     assert message(-signal.SIGKILL, True).endswith("because its container (cgroup) reached its memory limit")
     assert message(-signal.SIGSEGV) == "killed by SIGSEGV (signal 11)"
     assert message(1, True) == "exited with code 1"

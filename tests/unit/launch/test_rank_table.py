@@ -15,7 +15,7 @@ import pytest
 from ringdance.launch.agents import RankLink
 from ringdance.launch.cause import Cause, Ended
 from ringdance.launch.hosts import Host, assign_ranks, rank_numbers
-from ringdance.launch.output.stream import WITH_RANK, Stream
+from ringdance.launch.output.stream import Stream, Style
 from ringdance.launch.rank_table import Rank, RankTable
 from ringdance.launch.remote.connect import Remote
 
@@ -42,10 +42,10 @@ def steps_of_a_job(ranks: int) -> list[int]:
     """Return the steps per rank for numbering, for each report of the last rank, and for one loop turn."""
     hosts = assign_ranks(ranks, [(f"h{n}", 4) for n in range(ranks // 4)])
     plan: Any = SimpleNamespace(hosts=hosts, ranks=ranks)
-    spec = SimpleNamespace(output_directory="")
+    spec = SimpleNamespace(output_directory="", style=Style())
     sinks = SimpleNamespace(of=lambda *which: lambda data: None)
     agents = SimpleNamespace(port=lambda host: 1)
-    table = RankTable(SimpleNamespace(plan=plan, spec=spec, style=WITH_RANK), sinks, agents)  # type: ignore[arg-type]
+    table = RankTable(SimpleNamespace(plan=plan, spec=spec), sinks, agents)  # type: ignore[arg-type]
     frames = SimpleNamespace(send=lambda *message: True)
     links = [RankLink(Remote(f"h{n // 4}", frames, ()), n) for n in range(ranks)]  # type: ignore[arg-type]
     for number, link in enumerate(links):
@@ -58,18 +58,13 @@ def steps_of_a_job(ranks: int) -> list[int]:
             table.on_end(table._ranks[number], Ended(number, "h", 1, 0, 0.0))
     last = table._ranks[ranks - 1]
 
-    def turn() -> None:
-        for running in (True, False):
-            table.due(running)
-            table.show_due(running)
-
-    turn()
+    table.show_due()
     return [
         steps_of(lambda: rank_numbers(hosts)) // ranks,
         steps_of(lambda: table.write(links[-1], 0, b"line\n")),
         steps_of(lambda: (table.on_start(last, 1), table.started, table.idle)),
         steps_of(lambda: (table.on_end(last, Ended(last.rank, "h", 1, 0, 0.0)), table.over, table.idle)),
-        steps_of(turn),
+        steps_of(table.show_due),
     ]
 
 
@@ -98,10 +93,10 @@ def test_the_first_failure_does_not_depend_on_the_clocks_of_hosts(
     hosts = [Host("here", 1, (0,), local=True), Host("there", 1, (1,))]
     remotes = [Remote(host.name, None, (), local=host.local) for host in hosts]  # type: ignore[arg-type]
     plan, spec = SimpleNamespace(hosts=hosts, ranks=2), SimpleNamespace()
-    prepared: Any = SimpleNamespace(plan=plan, spec=spec, style=WITH_RANK)
+    prepared: Any = SimpleNamespace(plan=plan, spec=spec)
     table = RankTable(prepared, SimpleNamespace(of=lambda which: None), None)  # type: ignore[arg-type]
     for number, remote in enumerate(remotes):
-        streams = [Stream(lambda data: None, WITH_RANK, holds=bool(which)) for which in range(2)]
+        streams = [Stream(lambda data: None, Style(""), holds=bool(which)) for which in range(2)]
         link = RankLink(remote, number)
         table._ranks[number] = Rank(link, number, remote.host, streams, 100 + number)
         table._by_link[link] = table._ranks[number]

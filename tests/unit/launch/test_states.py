@@ -5,11 +5,16 @@ from __future__ import annotations
 import math
 import signal
 import time
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
+from ringdance.launch import running
 from ringdance.launch.shutdown import Shutdown
-from ringdance.launch.states import TRANSITIONS, Event, Stage, State, Wait
+from ringdance.launch.spec import JobSpec
+from ringdance.launch.states import TRANSITIONS, Event, State
 
 
 @pytest.mark.parametrize(
@@ -18,7 +23,7 @@ from ringdance.launch.states import TRANSITIONS, Event, Stage, State, Wait
 def test_an_end_by_the_terminal_says_how_to_continue(number: signal.Signals, words: str) -> None:
     shutdown = Shutdown(30.0)
     shutdown.add(number, math.inf, True)
-    assert shutdown.sentence().startswith(f"the job was ended by {number.name} to its launcher")
+    assert shutdown.sentence().startswith(f"the job was ended by {number.name}, sent to its launcher")
     assert shutdown.sentence().endswith(f"does not end with {words}") == bool(words)
     assert ("continues from there" in shutdown.sentence()) == bool(words)
 
@@ -41,16 +46,23 @@ def test_a_deadline_is_extended_once_for_a_failure_and_for_a_second_for_a_cause(
 ) -> None:
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    stage = Stage(60.0)
-    assert stage.follow(Event.FAILURE)
-    assert (stage.state, stage.deadline) == (State.FAILED, pytest.approx(100.1))
+    monkeypatch.setattr(running, "Agents", Mock())
+    monkeypatch.setattr(running, "RankTable", Mock())
+    signals: Any = SimpleNamespace(wakes=None)
+    prepared: Any = SimpleNamespace(spec=JobSpec(["x"]), plan=Mock(multi_host=True), remotes=[])
+    job: Any = running.RunningJob(prepared, Mock(), Mock(), Mock(), signals, Mock(), None)
+    job._agents = Mock(pending=False)
+    job._ranks = Mock(completed=False, idle=False, running=[])
+    reports, follows = job._ranks.own_failure_reported, Mock(follows=True)
+    job._ranks.judge.return_value = (follows, 0)
+    job._handle(Event.FAILURE, 0.1)
+    assert (job._stage.state, job._stage.deadline) == (State.FAILED, pytest.approx(100.1))
     extended = []
-    for reason in (Wait.OWN_FAILURE, Wait.CAUSE):
-        start = now[0]
-        while stage.extend(lambda wanted, reason=reason: math.inf if wanted is reason else 0.0):
-            now[0] = stage.deadline
-        extended.append(round(now[0] - start, 1))
-        assert stage.deadline == math.inf
-    assert extended == [1.0, 1.0]
-    assert stage.follow(Event.TIMEOUT)
-    assert (stage.state, stage.deadline - now[0]) == (State.STOPPING, pytest.approx(0.2))
+    while job._stage.state is State.FAILED:
+        now[0] = job._stage.deadline
+        reports.return_value = len(extended) < 5
+        job._expire()
+        extended.append(round(job._stage.deadline - now[0], 2))
+    assert extended[:2] == [1.0, 0.05]
+    assert sum(extended[1:-1]) == pytest.approx(1.0, abs=0.06)
+    assert (job._stage.state, extended[-1]) == (State.STOPPING, 0.2)

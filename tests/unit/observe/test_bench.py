@@ -107,7 +107,7 @@ def test_the_command_and_the_ranks_know_the_same_mark() -> None:
     ("line", "words"),
     [
         (["input"], "the command is missing"),
-        (["input", "--seconds", "0", "--", "true"], "more than 0"),
+        (["input", "--seconds", "0", "--", "true"], "greater than 0"),
         (["inptu", "--", "true"], "did you mean input?"),
         (["input", "-np", "1", "--", "true"], "hvd.watch_input(loader)"),
     ],

@@ -195,7 +195,7 @@ def test_places_are_on_one_host_where_there_is_room() -> None:
     [
         (["absent.yaml", "--", "true", "{lr}"], "absent.yaml: No such file"),
         (["space.yaml", "--", "nothing-like-it", "{lr}", "{batch}"], "command not found: nothing-like-it"),
-        (["space.yaml", "--ranks-per-trial", "0", "--", "true", "{params}"], "0: give 1 or more"),
+        (["space.yaml", "--ranks-per-trial", "0", "--", "true", "{params}"], "0: must be at least 1"),
         (["space.yaml", "--ranks-per-trial", "3", "-H", "h:2", "--", "true", "{params}"], "a trial needs 3"),
         (["show", "absent"], "absent is not a study"),
         (["best", "space.yaml"], "space.search is not a study"),

@@ -149,8 +149,8 @@ def test_numbers_of_ranks() -> None:
         ("--model inception_v3 --framework keras --image 64", "needs at least 75 pixels"),
         ("--model mlp --output figures.csv", "ends in .json"),
         ("--model mlp --output nowhere/figures.json", "a directory that exists"),
-        ("--model mlp --np 1;2", "1 or more, such as 1,2,4"),
-        ("--model mlp --steps 0", "0: give 1 or more"),
+        ("--model mlp --np 1;2", "positive integers, such as 1,2,4"),
+        ("--model mlp --steps 0", "0: must be at least 1"),
         ("--model mlp --np 4 -H localhost:2", "4"),
     ],
 )

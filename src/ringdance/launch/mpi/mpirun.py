@@ -153,7 +153,7 @@ def parse(words: Sequence[str], environ: Mapping[str, str]) -> MpirunLine:
             _apply(line, option, name, values, environ)
     line.command = rest
     if dropped:
-        line.notes.append(f"no effect: -mca {', '.join(dropped)}, for how Open MPI 4 starts processes")
+        line.notes.append(f"-mca {', '.join(dropped)}: no effect, because this launcher starts the processes")
     if line.bound in ("", "none") and any(":PE=" in word.upper() for word in line.mpi):
         line.mpi += ["--bind-to", "core"]  # Open MPI requires binding for several cores per rank
         line.notes += ["--bind-to none: no effect, because PE=N binds ranks to N cores"] * bool(line.bound)
@@ -271,7 +271,7 @@ def _map_by(line: MpirunLine, name: str, value: str) -> None:
 
 def _number(option: str, text: str) -> int:
     if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise LaunchError(f"{option} {text}: must be a number, 1 or more")
+        raise LaunchError(f"{option} {text}: must be an integer of at least 1")
     return int(text)
 
 

@@ -12,6 +12,7 @@ from typing import Any, BinaryIO
 
 from ringdance.errors import LaunchError
 from ringdance.host.directories import OUTPUT, TIMELINE
+from ringdance.launch.hosts import ranks_text
 from ringdance.launch.output.stream import remove_left
 
 _OPEN = 200  # maximum number of open files
@@ -90,7 +91,7 @@ class Results:
                 os.rename(f"{path}.part", path)
         except OSError as error:
             raise LaunchError(
-                f"cannot keep a rank's result in {directory}: {error.strerror}. "
+                f"cannot store a rank's result in {directory}: {error.strerror}. "
                 "Set TMPDIR to a directory with more space"
             ) from None
 
@@ -112,7 +113,8 @@ class Results:
         missing = [rank for rank, name in enumerate(names) if name not in self._files]
         if missing:
             raise LaunchError(
-                f"ranks {missing} exited with code 0 before the function returned. Does it call sys.exit()?"
+                f"{ranks_text(missing)} exited with code 0 before the function returned. "
+                "Does it call sys.exit()?"
             )
         return [pickle.load(self._files[name]) for name in names]
 

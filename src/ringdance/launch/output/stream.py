@@ -71,8 +71,8 @@ def guarded(name: str, sink: Sink, warn: Sink) -> Sink:
         except OSError as error:
             failed = True
             warn(
-                f"ringdance: cannot write to {name}: {error.strerror}; nothing more is written there, "
-                "and the job goes on\n".encode()
+                f"ringdance: cannot write to {name}: {error.strerror}. The job continues, but writes "
+                "nothing more there\n".encode()
             )
 
     return write
@@ -112,22 +112,19 @@ class Style:
 
     Attributes:
         prefix: Text before each line, in which ``{rank}``, ``{host}`` and ``{stream}`` (stdout or stderr) are
-            replaced.
+            replaced. ``{on_host}`` becomes ``<host>`` if the job has several hosts, and nothing otherwise.
         clock: If True, the local time precedes the prefix.
         closes: If True, a newline is appended to an unfinished last line.
-        colour: ANSI (SGR) color number for the prefix on the launcher's stream, 0 for none.
+        colour: ANSI (SGR) color number for the prefix on the launcher's stream, 0 for none. In the style of
+            a job, any other number gives each rank a color.
         json: If True, each line becomes a JSON object that starts with the prefix.
     """
 
-    prefix: str = "[{rank}] "
+    prefix: str = "[{rank}]{on_host} "
     clock: bool = False
     closes: bool = True
     colour: int = 0
     json: bool = False
-
-
-WITH_RANK = Style()
-WITH_HOST = Style("[{rank}]<{host}> ")
 
 
 class Stream:
@@ -225,9 +222,18 @@ class Stream:
 
 
 def make_streams(
-    rank: int, ranks: int, host: str, sinks: tuple[Sink, Sink], style: Style, directory: str
+    rank: int, host: str, sinks: tuple[Sink, Sink], style: Style, directory: str, ranks: int, several: bool
 ) -> list[Stream]:
     """Create the streams for a rank's stdout and stderr.
+
+    Args:
+        rank: Number of the rank.
+        host: Name of the rank's host.
+        sinks: Sinks for the launcher's stdout and stderr.
+        style: Format of the lines.
+        directory: Directory for a copy of the output, or "".
+        ranks: Number of ranks in the job.
+        several: True if the job has several hosts.
 
     Raises:
         OSError: The rank's files in ``directory`` cannot be created.
@@ -239,7 +245,8 @@ def make_streams(
         if style.json:
             prefix = json.dumps({"rank": rank, "host": host, "stream": name})[:-1] + ", "
         else:
-            prefix = style.prefix.format(rank=rank, stream=name, host=host)
+            on_host = f"<{host}>" if several else ""
+            prefix = style.prefix.format(rank=rank, stream=name, host=host, on_host=on_host)
         own = replace(style, prefix=prefix, colour=colour)
         streams.append(Stream(sinks[which], own, files[which], which == 1, sinks[1]))
     return streams

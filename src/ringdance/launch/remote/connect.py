@@ -24,7 +24,7 @@ from ringdance.host.limits import raise_open_files
 from ringdance.host.messages import AGENT_SPEAKS, Frames
 from ringdance.host.system import machine
 from ringdance.host.system.signals import STOPPING
-from ringdance.launch.hosts import HostFacts, facts_from, several
+from ringdance.launch.hosts import HostFacts, counted, facts_from, several
 from ringdance.launch.remote.shell import SSH_ADVICE, RemoteShell
 
 _AGAIN_S = 1.0  # pause between attempts to reach a host that may still be starting
@@ -120,11 +120,9 @@ class Remote:
 
     def last_words(self) -> str:
         """Return the last line that the process has written to stderr."""
-        try:
-            if self.process and self.process.stderr:
+        if self.process and self.process.stderr:
+            with contextlib.suppress(OSError):
                 self.errors += os.read(self.process.stderr.fileno(), 65536)
-        except OSError:
-            pass
         lines = self.errors.decode(errors="replace").strip().splitlines()
         return lines[-1].strip() if lines else ""
 
@@ -171,7 +169,7 @@ def attempt(
     hosts: Sequence[str], shell: RemoteShell, timeout: float, log: Callable[[str], None] = lambda text: None
 ) -> tuple[dict[str, Remote], dict[str, LaunchError]]:
     """Start agents like ``connect()``. Return those that answer, and the problems of the other hosts."""
-    allow_open_files(PIPES * len(hosts), f"{len(hosts)} hosts")
+    allow_open_files(PIPES * len(hosts), counted(len(hosts), "host"))
     agents: dict[str, Remote] = {}
     problems: dict[str, LaunchError] = {}
     started: list[Remote] = []
@@ -179,7 +177,7 @@ def attempt(
     until = time.monotonic() + max(timeout, shell.start_timeout)
 
     def one(host: str) -> None:
-        while True:
+        while not interrupted.is_set():
             try:
                 left = min(timeout, max(1.0, until - time.monotonic()))
                 agents[host] = _connect(host, shell, left, started)
@@ -189,8 +187,7 @@ def attempt(
                 if not again or time.monotonic() + _AGAIN_S > until:
                     problems[host] = problem
                     return
-            if interrupted.wait(_AGAIN_S):
-                return
+            interrupted.wait(_AGAIN_S)
 
     threads = [threading.Thread(target=one, args=(host,), daemon=True) for host in hosts]
     for thread in threads:
@@ -230,8 +227,8 @@ def allow_open_files(more: int, what: str) -> None:
     limit = raise_open_files(needed)
     if limit < needed:
         raise LaunchError(
-            f"{what} need {needed} open files in this process, but its hard limit is {limit} (ulimit -Hn). "
-            f"Raise it as root (prlimit --nofile={needed} --pid PID-OF-THE-SHELL), or use fewer hosts"
+            f"this process needs {needed} open files for {what}, but its hard limit is {limit} (ulimit -Hn). "
+            f"Raise the limit as root (prlimit --nofile={needed} --pid PID-OF-THE-SHELL), or use fewer hosts"
         )
 
 
@@ -337,9 +334,8 @@ def start_local(host: str, environ: Mapping[str, str], stdin: int, remotes: Sequ
     lock = os.memfd_create("ringdance-lock") if remotes else -1
     for number, remote in enumerate(remotes):
         remote.frames.shared = lock, number
-    passed = [stdin, lock, *(remote.frames.write_fd for remote in remotes)]
-    if stdin >= 0:
-        passed[0] = os.dup(stdin)  # because the agent uses descriptor 0 itself
+    own = os.dup(stdin) if stdin >= 0 else -1  # because the agent uses descriptor 0 itself
+    passed = [own, lock, *(remote.frames.write_fd for remote in remotes)]
     try:
         command = bare_command("agent.main", *map(str, passed))
         remote = _start(host, command, env=environ, pass_fds=[fd for fd in passed if fd >= 0])
@@ -348,8 +344,8 @@ def start_local(host: str, environ: Mapping[str, str], stdin: int, remotes: Sequ
             fcntl.fcntl(remote.frames.read_fd, fcntl.F_SETPIPE_SZ, 1 << 20)
         return remote
     finally:
-        if stdin >= 0:
-            os.close(passed[0])
+        if own >= 0:
+            os.close(own)
 
 
 def _why(remote: Remote, program: str, python: str) -> _Problem:
@@ -357,7 +353,7 @@ def _why(remote: Remote, program: str, python: str) -> _Problem:
     try:
         code = remote.wait(5.0)
     except subprocess.TimeoutExpired:
-        code = -1
+        return _Problem(f"{program} has closed its output, but is still running", temporary=True)
     error = remote.last_words()
     here = python or machine.facts()["executable"]
     if code in (126, 127):

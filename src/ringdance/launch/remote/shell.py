@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -21,25 +20,25 @@ _SSH = ("BatchMode=yes", "ConnectTimeout=10", "LogLevel=ERROR")
 
 SSH_ADVICE = (
     (
-        "HOST IDENTIFICATION HAS CHANGED", "its key has changed: it was reinstalled, or another host answers",
-        "if it was reinstalled: ssh-keygen -R HOST",
+        "IDENTIFICATION HAS CHANGED", "its key has changed: the host was reinstalled or another host answers",
+        "if the host was reinstalled, run ssh-keygen -R HOST",
     ),
     (
-        "host key is known for", "its key is unknown, and ssh is configured to refuse new ones",
-        "compare its key and add it: ssh-keyscan HOST >> ~/.ssh/known_hosts",
+        "host key is known for", "its host key is unknown, and ssh is configured to refuse new keys",
+        "verify the key, then add it: ssh-keyscan HOST >> ~/.ssh/known_hosts",
     ),
-    ("Permission denied", "ssh asks for a password", "ssh-copy-id HOST, or pass the key: -i FILE (mode 600)"),
+    ("Permission denied", "passwordless login fails", "ssh-copy-id HOST, or pass a key: -i FILE (mode 600)"),
     (
         "Could not resolve|Name or service not known", "its name does not resolve",
         "correct the name, or add it to /etc/hosts here (or to ~/.ssh/config)",
     ),
     (
         "Connection refused", "no sshd answers",
-        "start it there (sudo systemctl start ssh), or pass its port: -p PORT",
+        "start sshd there (sudo systemctl start ssh), or pass its port: -p PORT",
     ),
     (
         "timed out", "it does not answer",
-        "check that it is up, and what ssh reports: ssh -v -o BatchMode=yes HOST true",
+        "check that the host is up, and read what ssh reports: ssh -v -o BatchMode=yes HOST true",
     ),
 )  # fmt: skip
 """For messages of ssh: a pattern, the problem and its fix. The first matching entry applies."""
@@ -83,8 +82,6 @@ class RemoteShell:
             raise LaunchError(f"{host!r} is not a valid host name", "Use letters, digits, dots and dashes")
         if host in self.local:
             return list(program)
-        if self.python and program[0] == sys.executable:
-            program = [self.python, *program[1:]]
         if self.method == "srun":
             return slurm.step(host, program, os.environ)
         own = ["-p", str(self.port)] if self.port else []
@@ -105,7 +102,7 @@ _HOW = ("ssh_port", "ssh_identity_file", "python", "ssh_args")
 
 
 # A parser or a group in one. argparse has no public name for their common base class.
-def add_host_options(parser: Any, text: str = "these hosts, with their slots") -> None:
+def add_host_options(parser: Any, text: str = "hosts, and the number of slots on each") -> None:
     """Add -H, --hostfile and the options for ssh, which ``remote_shell_of()`` reads.
 
     Args:
@@ -114,10 +111,10 @@ def add_host_options(parser: Any, text: str = "these hosts, with their slots") -
     """
     names, add = parser.add_mutually_exclusive_group(), parser.add_argument
     names.add_argument("-H", "--hosts", metavar="H1[:N],H2[:M]", help=text)
-    names.add_argument("--hostfile", metavar="FILE", help="hosts in a file: lines `HOST slots=N` or `HOST:N`")
-    add("-p", "--ssh-port", type=int, default=0, metavar="N", help="ssh port (default: ssh's own setting)")
-    add("-i", "--ssh-identity-file", default="", metavar="FILE", help="key for ssh")
-    add("--python", default="", metavar="PATH", help="interpreter with ringdance there (default: as here)")
+    names.add_argument("--hostfile", metavar="FILE", help="file with lines `HOST slots=N` or `HOST:N`")
+    add("-p", "--ssh-port", type=int, default=0, metavar="N", help="port for ssh (default: as configured)")
+    add("-i", "--ssh-identity-file", default="", metavar="FILE", help="private key for ssh")
+    add("--python", default="", metavar="PATH", help="Python on other hosts (default: same path as here)")
     add("--ssh-args", default="", metavar="TEXT", help='more options for ssh, as in --ssh-args="-o User=me"')
 
 
@@ -157,7 +154,7 @@ def remote_shell_of(arguments: argparse.Namespace, more: Sequence[str] = ()) -> 
     except ValueError as error:
         raise LaunchError(f"--ssh-args={arguments.ssh_args!r} cannot be split into words: {error}") from None
     if arguments.python and not os.path.isabs(arguments.python):
-        raise LaunchError(f"--python {arguments.python}: pass the whole path, as in /opt/env/bin/python")
+        raise LaunchError(f"--python {arguments.python}: pass an absolute path, such as /opt/env/bin/python")
     return RemoteShell(
         port=arguments.ssh_port,
         identity=arguments.ssh_identity_file,

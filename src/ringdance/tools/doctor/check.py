@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ringdance.launch.hosts import plural, several
+from ringdance.launch.hosts import counted, several
 
 Facts = Mapping[str, Any]
 """Results of one host's probes by the probe's name. A failed probe's result is ``{"failed": REASON}``."""
@@ -161,7 +161,7 @@ class _Formatter(string.Formatter):
             return "no limit" if value is None else size(value)
         if spec == "names":
             return several(value)
-        return plural(value, spec) if spec else str(value)
+        return counted(value, spec) if spec else str(value)
 
 
 def limit(

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from ringdance.host.system import linux
-from ringdance.launch.hosts import plural
+from ringdance.launch.hosts import counted
 from ringdance.tools.doctor.check import (
     ERROR,
     WARNING,
@@ -103,7 +103,7 @@ def _driver(host: HostFacts) -> Finding | None:
     present = max(gpus["on_bus"], gpus["devices"])
     if smi["missing"] and present:
         return Finding(
-            f"{plural(present, 'GPU')}, but no nvidia-smi",
+            f"{counted(present, 'GPU')}, but no nvidia-smi",
             "install the NVIDIA driver (in a container: docker run --gpus all; Kubernetes: resources.limits "
             "nvidia.com/gpu)",
         )
@@ -124,7 +124,7 @@ def _visible_devices(host: HostFacts) -> Finding | None:
     count = host["gpu"]["count"] or host["gpu"]["devices"]
     text = f"CUDA_VISIBLE_DEVICES={value}"
     if any(word.strip().isdigit() and int(word) >= count for word in value.split(",")):
-        return Finding(f"{text}, but this host has {plural(count, 'GPU')}", "unset CUDA_VISIBLE_DEVICES")
+        return Finding(f"{text}, but this host has {counted(count, 'GPU')}", "unset CUDA_VISIBLE_DEVICES")
     return Finding(text)
 
 
@@ -133,7 +133,7 @@ def _framework_gpus(host: HostFacts) -> Iterator[Finding]:
     for name, framework in host["frameworks"]["of"].items():
         if not host["gpu"]["count"] or "error" in framework:
             continue
-        text = f"{name} {framework['version']} sees {plural(framework['sees'], 'GPU')}"
+        text = f"{name} {framework['version']} sees {counted(framework['sees'], 'GPU')}"
         if framework["sees"]:
             yield Finding(text)
         elif framework.get("cuda"):

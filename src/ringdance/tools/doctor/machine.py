@@ -12,7 +12,7 @@ from typing import Any
 
 from ringdance.host.limits import cgroups, usable_cores
 from ringdance.host.system import linux
-from ringdance.launch.hosts import plural
+from ringdance.launch.hosts import counted
 from ringdance.tools.doctor.check import ERROR, WARNING, Check, Finding, HostFacts, Usage, equal, limit, size
 from ringdance.tools.doctor.disk import directory_facts
 
@@ -104,8 +104,8 @@ def _threads(host: HostFacts) -> Finding:
         text = host.variable(name).partition(",")[0]
         if text.isdigit() and int(text) * ranks > usable:
             return Finding(
-                f"{name}={text} with {plural(ranks, 'rank')} makes {int(text) * ranks} computing threads on "
-                f"{plural(usable, 'core')}",
+                f"{name}={text} with {counted(ranks, 'rank')} makes {int(text) * ranks} computing threads on "
+                f"{counted(usable, 'core')}",
                 f"unset {name} (`ringdance run` sets each rank's share), or: "
                 f"export {name}={max(1, usable // ranks)}",
             )

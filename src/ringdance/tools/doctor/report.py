@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ringdance.launch.hosts import plural
+from ringdance.launch.hosts import counted
 from ringdance.tools.doctor.check import AREAS, ERROR, NOTE, SEVERITIES, WARNING, Result
 from ringdance.tools.doctor.examine import CHECKS
 
@@ -55,7 +55,7 @@ def print_text(hosts: Sequence[str], results: Sequence[Result], verbose: bool = 
         if shown:
             print()
     counts = {severity: sum(result.severity == severity for result in results) for severity in _STYLES}
-    words = [plural(counts[name], name) for name in SEVERITIES if counts[name]]
+    words = [counted(counts[name], name) for name in SEVERITIES if counts[name]]
     words += [f"{counts['unknown']} could not be checked"] if counts["unknown"] else []
     where = hosts[0] if len(hosts) == 1 else f"{len(hosts)} hosts"
     print(f"{where}: {', '.join(words) or 'nothing is wrong'}; {counts['ok']} in order")

@@ -13,7 +13,7 @@ from contextlib import closing
 from rich.filesize import decimal
 
 from ringdance.launch import subcommands
-from ringdance.launch.hosts import plural
+from ringdance.launch.hosts import counted
 from ringdance.launch.subcommands import Subcommand
 from ringdance.tools.hosts import files
 from ringdance.tools.hosts.copy import Copy, Outcome
@@ -95,8 +95,8 @@ def _summary(outcomes: Mapping[str, Outcome], seconds: float) -> str:
     there = min(outcome.there for outcome in outcomes.values())
     size = max(outcome.bytes for outcome in outcomes.values())
     kept = max(outcome.kept for outcome in outcomes.values())
-    hosts = plural(len(outcomes), "host")
-    written = plural(max(outcome.files for outcome in outcomes.values()), "file")
+    hosts = counted(len(outcomes), "host")
+    written = counted(max(outcome.files for outcome in outcomes.values()), "file")
     where = hosts if good == len(outcomes) else f"{good} of {hosts}"
     parts = [f"{written}, {decimal(size)}, to {where} in {seconds:.1f} s"]
     parts += [f"{decimal(int(size / seconds))}/s to each"] if size > 10e6 else []

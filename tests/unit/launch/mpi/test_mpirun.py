@@ -41,7 +41,7 @@ def test_the_line_of_sagemakers_toolkit() -> None:
         "-x", "LD_PRELOAD=/x/gethostname.so", "-x", "PATH=/bin", "-x", 'SM_HOSTS=["algo-1","algo-2"]',
     ]  # fmt: skip
     dropped = "plm_rsh_no_tree_spawn, orte_abort_on_non_zero_status, btl_vader_single_copy_mechanism"
-    assert line.notes == [f"no effect: -mca {dropped}, for how Open MPI 4 starts processes"]
+    assert line.notes == [f"-mca {dropped}: no effect, because this launcher starts the processes"]
 
 
 @pytest.mark.parametrize(
@@ -126,8 +126,8 @@ def test_a_variable_written_as_an_option() -> None:
     [
         ("-frobnicate 3", "unknown option -frobnicate"),
         ("-np", "missing value"),
-        ("-np two", "must be a number"),
-        ("-np 0", "1 or more"),
+        ("-np two", "must be an integer"),
+        ("-np 0", "at least 1"),
         ("-H a:x", "not HOST:SLOTS"),
         ("-H -oProxyCommand=x", "not HOST:SLOTS"),
         ("--map-by ppr:1:socket", r"ppr:1:socket: not supported; specify ranks per host with -N, and their"),
@@ -155,7 +155,7 @@ def test_unsupported_options_are_errors(line: str, message: str) -> None:
         ("--output tag,xml", "--output xml: no effect"),
         ("--output-filename /d:nocopy", "--output-filename /d:nocopy: the output is also shown here"),
         ("-merge-stderr-to-stdout", "-merge-stderr-to-stdout: no effect, the two streams stay separate"),
-        ("-mca oob_tcp_port 9", "no effect: -mca oob_tcp_port, for how Open MPI 4 starts processes"),
+        ("-mca oob_tcp_port 9", "-mca oob_tcp_port: no effect, because this launcher starts the processes"),
         ("-bind-to none -map-by slot:PE=2", "--bind-to none: no effect, because PE=N binds ranks to N cores"),
     ],
 )
@@ -236,7 +236,7 @@ def test_another_mpirun_is_left_alone(tmp_path: Path, link: bool) -> None:
         other.symlink_to("opal_wrapper")
     else:
         other.write_bytes(b"\x7fELF\xff")
-    with pytest.raises(LaunchError, match="is another program"):
+    with pytest.raises(LaunchError, match="is a different program"):
         install(tmp_path)
     assert os.listdir(tmp_path) == ["mpirun"]
 
