@@ -2,7 +2,7 @@
 
 Note [Ends]
     An engine ends once. All methods in this table except the last run while no other thread is in a step of
-    the engine (they are called in a step, or by ``ProgressEngine.exclusively``). So only one thread at a time
+    the engine (they are called in a step, or by ``Stepper.exclusively``). So only one thread at a time
     sends notes, fails pending work and frees communicators.
 
     ==================  ==========================================  ========================================
@@ -90,6 +90,8 @@ class EngineEnd:
 
     def __post_init__(self) -> None:
         self._identity = self.transport.identities[self.transport.rank]
+        own_notes = {"stop": self._on_stop, "failed": self._on_failed, "figures": self.summary.on_note}
+        self.peers.handlers.update(own_notes)
 
     def ask_to_stop(self, reason: str, departing: bool) -> None:
         """Stop on all ranks. See ``Engine.shutdown``."""
@@ -100,7 +102,7 @@ class EngineEnd:
         self.peers.post_all({"kind": "stop", "reason": reason, "departed": departed})
         self.stop(f"{self._identity} {reason}")
 
-    def on_stop(self, rank: int, note: Note) -> None:
+    def _on_stop(self, rank: int, note: Note) -> None:
         """Handle a peer's note "stop"."""
         self.departed = self.departed or note["departed"]
         self.stop(f"{self.transport.identities[rank]} {note['reason']}")
@@ -179,7 +181,7 @@ class EngineEnd:
             self.sets.fail_pending(state, error)
         self.stop_work.finish(error=None)
 
-    def on_failed(self, rank: int, note: Note) -> None:
+    def _on_failed(self, rank: int, note: Note) -> None:
         """Handle a peer's note "failed"."""
         error = _OF_NOTES.get(note["error"], RankLostError)(note["message"])
         self.fail(error, departed=note["departed"], notify=False)

@@ -78,7 +78,6 @@ class Engine:
         self.profilers: list[Profiler] = []
         self.report = report or (lambda text: None)
         self.joins = 0  # number of times that all ranks have joined
-        self.end: EngineEnd
         self._stop_work = Work(Request(Description(Collective.BARRIER)), "shutdown", self._wait)
         self._lock = threading.RLock()  # reentrant: a signal handler may submit while its thread holds it
         self.summary = RunSummary(self.recorder.words, settings.summary_time, self.size)
@@ -88,13 +87,8 @@ class Engine:
         self.on_monitor: Callable[[Note], None] = lambda note: None
         self.on_check: Callable[[], None] = lambda: None
         self.on_step: Callable[[], None] | None = None
-        handlers = {
-            "stop": lambda rank, note: self.end.on_stop(rank, note),
-            "failed": lambda rank, note: self.end.on_failed(rank, note),
-            "figures": self.summary.on_note,
-            "monitor": lambda rank, note: self.on_monitor(note),
-        }
-        peers = self._peers = Peers(transport, settings, self.sets, self.callers, self.recorder, handlers)
+        peers = self._peers = Peers(transport, settings, self.sets, self.callers, self.recorder)
+        peers.handlers["monitor"] = lambda rank, note: self.on_monitor(note)
         self.end = EngineEnd(transport, self.sets, peers, self.recorder, self.summary, self._stop_work)
         self._stepper = Stepper(
             self.sets, self.context, self.callers, peers, self.end, lambda: self.on_check(), self.report
@@ -276,8 +270,7 @@ class Engine:
     # -- from any thread -----------------------------------------------------------------------
 
     def _exclusively(self, call: Callable[..., object], *arguments: Any, end: bool = False) -> bool:
-        engine = self._progress_engine
-        return engine is not None and engine.exclusively(call, *arguments, end=end)
+        return self._progress_engine is not None and self._stepper.exclusively(call, *arguments, end=end)
 
     def post_all(self, note: Note) -> None:
         """Send a note to all other ranks that can be reached."""
@@ -354,7 +347,7 @@ class Engine:
 
         The parent's records are left untouched.
         """
-        self.recorder = self.recorder.private()
+        self.recorder = Recorder(self.settings.flight_recorder_dir)
         self.summary = RunSummary(self.recorder.words, 0.0, self.size)
         if self.size == 1:
             return  # no peers needed

@@ -149,7 +149,7 @@ class StallWatch:
         joins = [("join", now - s.pending.join.submitted) for s in sets if s.pending.join is not None]
         name, age = (oldest[1].name, oldest[2]) if oldest else (joins or [("", now)])[0]
         self._recorder.ring.pending_name(name)
-        self._words[Word.PENDING] = self._recorder.label(labels.label_of(name)) if name else 0
+        self._words[Word.PENDING] = self._recorder.ring.label(labels.label_of(name)) if name else 0
         self._words[Word.PENDING_SINCE] = int(1e9 * (now - age))
         if self._settings.stall_check_disable:
             return None, None
@@ -158,8 +158,8 @@ class StallWatch:
             if self._moved.get(state.set_id, (-1, 0.0))[0] != count:
                 self._moved[state.set_id] = count, now
         self._note_pace(now)
-        if self._paused(now):
-            self._inquiry = None
+        if any(now < until for _, until in list(self.pauses.values())):
+            self._inquiry, self._resumed = None, now
             return None, None
         if self._inquiry is not None:
             return self._conclude(self._inquiry, now)
@@ -185,13 +185,6 @@ class StallWatch:
         usual = sorted(self._step_times)[len(self._step_times) // 2] if self._step_times else 0.0
         computed = max(1.5 * max(self._gaps, default=0.0), since - self._last_batch[1])
         return max(limit, min(_MOST_PATIENCE, max(usual, computed)))
-
-    def _paused(self, now: float) -> bool:
-        """Return True if any rank is doing work that it has marked with ``pause_stall_check``."""
-        paused = any(now < until for _, until in list(self.pauses.values()))
-        if paused:
-            self._resumed = now
-        return paused
 
     def _oldest(
         self, sets: list[ProcessSetState], now: float

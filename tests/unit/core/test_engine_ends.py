@@ -18,7 +18,7 @@ from loopback import LoopbackTransport, RankKilled
 from loopback_job import bind, job, world_for
 
 import ringdance.numpy as hvd
-from ringdance.core import progress
+from ringdance.core import progress, stepping
 from ringdance.core.engine import Engine
 from ringdance.core.recorder import StepMark
 from ringdance.core.request import Collective, Description, ReduceOp, Request
@@ -333,7 +333,7 @@ def test_one_thread_at_a_time_sends_and_reads_notes(
 ) -> None:
     """Only one thread at a time sends and reads notes, or MPI would test the same requests on two threads."""
     monkeypatch.setattr(progress, "_IDLE", 1e-4)
-    monkeypatch.setattr(progress, "_CHECK_EVERY", 0.0)
+    monkeypatch.setattr(stepping, "_CHECK_EVERY", 0.0)
     busy: set[LoopbackTransport] = set()
     together: list[str] = []
 

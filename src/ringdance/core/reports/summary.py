@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ringdance.core.reports.judging import LITTLE, waiting
-from ringdance.core.ring import Word
+from ringdance.core.ring import Word, counters
 from ringdance.core.transport.base import Identity
 
 _UNKNOWN = (
@@ -93,22 +93,18 @@ class RunSummary:
 
     def metrics(self) -> dict[str, Any]:
         """Return this rank's figures in readable form. Recent figures count from the last call."""
-        words, now, then = self._words, self.figures(), self._shown
+        now, then = self.figures(), self._shown
         recent = now
         if then is not None and (then.steps > 0) == (now.steps > 0) and then.steps <= now.steps:
             recent = Figures(now.steps - then.steps, now.seconds - then.seconds, now.waited - then.waited)
         self._shown = now
         return {
             "seconds": round(self.seconds, 3),
-            "steps": words[Word.STEPS],
             "steps_per_second": round(now.rate, 4),
             "recent_steps_per_second": round(recent.rate, 4),
-            "exposed_seconds": round(words[Word.WAITED] / 1e9, 6),
             "exposed_share": round(now.share, 4),
             "recent_exposed_share": round(recent.share, 4),
-            "batches": words[Word.BATCHES],
-            "tensors": words[Word.TENSORS],
-            "bytes": words[Word.BYTES],
+            **counters(self._words),
         }
 
     def on_note(self, rank: int, note: dict[str, Any]) -> None:

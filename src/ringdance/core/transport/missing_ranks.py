@@ -18,6 +18,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
 from ringdance.core.transport.eventcount import process_state
+from ringdance.host.system import linux
 from ringdance.settings.names import RANK_NAMES, SIZE_NAMES
 
 _log = logging.getLogger("ringdance")
@@ -108,11 +109,7 @@ def _scan() -> tuple[str, _Ranks]:
 
 
 def _is_marked(pid: int) -> bool:
-    for path in glob.iglob(f"/proc/{pid}/task/*/comm"):
-        with contextlib.suppress(OSError), open(path) as file:
-            if file.read().strip() == _MARK:
-                return True
-    return False
+    return any(linux.text(path) == _MARK for path in glob.iglob(f"/proc/{pid}/task/*/comm"))
 
 
 def _report(found: _Ranks, ranks: Collection[int], waited: float) -> str:

@@ -19,6 +19,7 @@ from ringdance.core.transport.library import library_version
 from ringdance.core.transport.mpi_requests import Incoming, MpiPending, MpiTransfer
 from ringdance.core.transport.window import Window, window_size
 from ringdance.errors import ArgumentError, RankLostError
+from ringdance.host.system import linux
 
 _log = logging.getLogger("ringdance")
 _FAILED_S = 0.3
@@ -34,6 +35,9 @@ class MpiTransport(Transport):
         parent: MpiTransport | None = None,
     ) -> None:
         self._mpi = mpi
+        self._operations = {
+            "sum": mpi.SUM, "min": mpi.MIN, "max": mpi.MAX, "product": mpi.PROD, "and": mpi.BAND,
+        }  # fmt: skip
         self._intel = library_version().startswith("Intel")
         self._comm = comm
         self._notes = comm.Dup()
@@ -88,12 +92,8 @@ class MpiTransport(Transport):
             raise ArgumentError(f"{comm!r} has members that are not among the {self.size} ranks of this job.")
         return tuple(sorted(ranks))
 
-    def _operation(self, name: str) -> Any:
-        mpi = self._mpi
-        return {"sum": mpi.SUM, "min": mpi.MIN, "max": mpi.MAX, "product": mpi.PROD, "and": mpi.BAND}[name]
-
     def allreduce(self, buffer: Array, operation: str, receive: Array | None = None) -> Pending:
-        op = self._operation(operation)
+        op = self._operations[operation]
         if receive is None:
             return MpiPending(self._comm.Iallreduce(self._mpi.IN_PLACE, buffer, op=op), buffer)
         return MpiPending(self._comm.Iallreduce(buffer, receive, op=op), buffer, receive)
@@ -150,24 +150,21 @@ class MpiTransport(Transport):
         return MpiTransfer(incoming, self._mpi.Status(), buffer)
 
     def hierarchy(self) -> Hierarchy | None:
-        with lost_in_start(self._comm):
-            return self._hierarchy()
-
-    def _hierarchy(self) -> Hierarchy | None:
         own = self.host_group[0]
         buffer_bytes = 0 if self.window is None else self.window.buffer_bytes
-        everyone = gather(self._comm, [own, len(self.host_group), buffer_bytes])
-        lowest = sorted({first for first, _, _ in everyone})
-        sizes = tuple(everyone[first][1] for first in lowest)
-        buffers = [nbytes for _, size, nbytes in everyone if size > 1]
-        if len(sizes) == 1 or max(sizes) == 1 or not all(buffers):
-            return None
-        index = self.host_group.index(self.rank)
-        inside = index < min(sizes)
-        comm = self._comm.Split(index if inside else self._mpi.UNDEFINED, lowest.index(own))
-        if inside:
-            ranks = [self.identities[rank].rank for rank in gather(comm, self.rank)]
-            self._cross = MpiTransport(self._mpi, comm, ranks, 0, self._vector_bytes)
+        with lost_in_start(self._comm):
+            everyone = gather(self._comm, [own, len(self.host_group), buffer_bytes])
+            lowest = sorted({first for first, _, _ in everyone})
+            sizes = tuple(everyone[first][1] for first in lowest)
+            buffers = [nbytes for _, size, nbytes in everyone if size > 1]
+            if len(sizes) == 1 or max(sizes) == 1 or not all(buffers):
+                return None
+            index = self.host_group.index(self.rank)
+            inside = index < min(sizes)
+            comm = self._comm.Split(index if inside else self._mpi.UNDEFINED, lowest.index(own))
+            if inside:
+                ranks = [self.identities[rank].rank for rank in gather(comm, self.rank)]
+                self._cross = MpiTransport(self._mpi, comm, ranks, 0, self._vector_bytes)
         return Hierarchy(sizes, min(buffers), self._cross)
 
     def post(self, rank: int, message: bytes) -> None:
@@ -209,18 +206,12 @@ class MpiTransport(Transport):
         certain = error.Get_error_class() in lost
         until = time.monotonic() + _FAILED_S
         while True:  # a send can fail before the library reports that its receiver has died
-            ranks = self._failed()
+            with contextlib.suppress(mpi.Exception):
+                self._notes.Iprobe(tag=1)  # lets the library detect failures
+            ranks = _failed(self._comm)
             if ranks or certain or time.monotonic() > until:
                 return ranks if ranks or certain else None
             time.sleep(1e-3)
-
-    def _failed(self) -> list[int]:
-        """Return the ranks of members that the library knows to have died."""
-        try:
-            self._notes.Iprobe(tag=1)  # lets the library detect failures
-        except self._mpi.Exception:
-            pass
-        return _failed(self._comm)
 
     def state(self, rank: int) -> str:
         if rank not in self.host_group:
@@ -278,11 +269,8 @@ def has_room(free: int, count: int, vector_bytes: int, window_bytes: int) -> boo
 
 def free_shared_memory() -> int:
     """Return the free bytes of this host's /dev/shm."""
-    try:
-        room = os.statvfs("/dev/shm")
-    except OSError:
-        return 1 << 62  # it does not exist: the library keeps shared memory elsewhere
-    return room.f_bavail * room.f_frsize
+    free = linux.shared_memory()
+    return free if free >= 0 else 1 << 62  # it does not exist: the library keeps shared memory elsewhere
 
 
 @contextlib.contextmanager

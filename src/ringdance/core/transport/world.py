@@ -141,11 +141,9 @@ def rank_list(comm: Any) -> list[int]:
 
 def _choose(mpi: Any, comm: Any) -> Any:
     world = mpi.COMM_WORLD
-    if comm is None:
-        return world.Dup()
     if isinstance(comm, mpi.Comm):
         return comm.Dup()
-    ranks = rank_list(comm)
+    ranks = [] if comm is None else rank_list(comm)
     if not ranks:
         return world.Dup()
     if world.Get_rank() not in ranks:
