@@ -85,7 +85,7 @@ def test_not_in_the_list() -> None:
         hvd.init(comm=[0])
         assert hvd.size() == 1
     else:
-        with pytest.raises(ValueError, match=f"rank {RANK} of {SIZE} and not in the list"):
+        with pytest.raises(ValueError, match=f"rank {RANK} of {SIZE}, which is not in the list"):
             hvd.init(comm=[0])
         assert not hvd.is_initialized()
     for wrong in ([RANK, SIZE], [RANK, RANK], "ranks", 5):

@@ -95,7 +95,7 @@ def _not_executed(kind: Collective) -> EngineError:
 def _zero_dim_error(name: str, description: Description) -> MismatchError:
     return MismatchError(
         f"'{name}': {description.kind.name.lower()} needs tensors with at least one dimension, but got a "
-        "scalar on all ranks. Reshape it to one element first."
+        "scalar on all ranks. Reshape the scalar to shape (1,) before the call."
     )
 
 

@@ -189,8 +189,8 @@ class EngineEnd:
     def fail_lost(self, who: str) -> None:
         """Fail because a rank has died."""
         error = RankLostError(
-            f"{who} died while {self._identity} waited for it. Look for its last output, "
-            "or for the kernel's out-of-memory killer (dmesg) on its host."
+            f"{who} died while {self._identity} waited for it. Check the last output of the rank that died, "
+            "and look for the kernel's out-of-memory killer in the output of `dmesg` on its host."
         )
         self.fail(error, departed=who)
 
@@ -218,13 +218,14 @@ class EngineEnd:
         if self.broken is not None:
             return type(self.broken)(str(self.broken))
         reason = self._reason or "This rank has shut down"
-        return ShutDownError(f"{reason}; nothing more can be submitted.")
+        return ShutDownError(f"{reason}. No further operations can be submitted.")
 
     def disown(self, origin: str) -> None:
         """Refuse collectives in a child of a rank. ``origin`` is "was forked from" or "was started by"."""
         self.broken = NotInitializedError(
-            f"This process (pid {os.getpid()}) {origin} {self._identity} and is not part of the job: rank() "
-            "and size() work, collectives only in the rank itself, not in DataLoader workers and other child "
-            'processes. Guard code that these must not run with `if __name__ == "__main__":` in the script.'
+            f"This process (pid {os.getpid()}) {origin} {self._identity} and is not part of the job. It can "
+            "call rank() and size(), but only the rank itself can call collectives, not its DataLoader "
+            "workers or other child processes. In the script, put code that child processes must not run "
+            'under `if __name__ == "__main__":`.'
         )
         self.closed = True

@@ -141,8 +141,8 @@ class Engine:
         state = known.state
         if state is None:
             raise ArgumentError(
-                f"Rank {self.rank} is not in process set number {request.set_id}, "
-                f"whose ranks are {list(known.ranks)}."
+                f"Rank {self.rank} is not a member of process set {request.set_id}, "
+                f"whose members are the ranks {list(known.ranks)}."
             )
         name = request.name
         work = Work(request, name or "", self._wait)
@@ -150,7 +150,7 @@ class Engine:
             if state.stopped or self.end.closed:  # since the check above: this Work would never be done
                 if self.end.closed or not request.set_id:
                     raise self.end.error()
-                raise ProcessSetRemovedError(f"Process set number {request.set_id} is being removed.")
+                raise ProcessSetRemovedError(f"Process set {request.set_id} is being removed.")
             state.pending.add(work, name, wake)
         self.callers.submitted = work.submitted
         if self.recorder.detail:
@@ -309,7 +309,7 @@ class Engine:
 
         def fail() -> None:
             if not self.sets.give_up(set_id, number, message, self._peers.post):
-                more = ". It was being executed: the job has failed" if set_id else ""
+                more = ". The operation was already being executed, so the job has failed" if set_id else ""
                 self.end.fail(StallError(message + more))
 
         self._exclusively(fail, end=True)
@@ -337,7 +337,8 @@ class Engine:
             # After an agreed stop too: the engine thread may still be freeing communicators.
             self._progress_engine.wait(self._stop_work, timeout)
         except TimeoutError:
-            text = f"{self.identity} {reason}, but {self._peers.missing()} did not agree in {timeout:g} s."
+            missing = self._peers.missing()
+            text = f"{self.identity} {reason}, but {missing} did not agree within {timeout:g} s."
             self._exclusively(self.end.fail, ShutDownError(text), end=True)
         self._progress_engine.join()
         return self.end.broken is None and self._stop_work.done()

@@ -39,7 +39,8 @@ class Peers:
     """
 
     def __init__(
-        self, transport: Transport, settings: Settings, sets: ProcessSets, callers: Callers, recorder: Recorder
+        self, transport: Transport, settings: Settings, sets: ProcessSets, callers: Callers,
+        recorder: Recorder,
     ) -> None:
         self._transport, self._sets, self._recorder = transport, sets, recorder
         self._identity = transport.identities[transport.rank]
@@ -108,8 +109,7 @@ class Peers:
     def _save(self, text: str) -> str | None:
         """Write the reported stall as JSON and let all ranks write their stacks. Returns the file's path."""
         stall = self._watch.reported
-        if stall is None:
-            return None
+        assert stall is not None
         self.post_all({"kind": "stacks"})
         self._save_stacks(self._transport.rank, all_stacks())
         for rank, stacks in stall.stacks.items():  # ranks that do not answer cannot write their own

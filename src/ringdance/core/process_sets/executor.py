@@ -64,7 +64,7 @@ class Executor:
         plans: Batches by the ready bits of a round, None unless all are plain all-reduces. Must be cleared
             whenever the response cache changes.
         largest: Maximum requests and bytes per round, and bytes per batch, over all planned rounds of
-            all-reduces.
+            all-reduces. Equal on all members.
     """
 
     set_id: int
@@ -198,8 +198,8 @@ class Executor:
         if joined and d.kind not in (Collective.ALLREDUCE, Collective.BARRIER, Collective.TUNE):
             who = ", ".join(str(self.transport.identities[i]) for i in set_bits(joined))
             return MismatchError(
-                f"'{item.name}': {d.kind.name.lower()} is not possible while some ranks have joined ({who}); "
-                "only allreduce is. Call join() after the last such operation."
+                f"'{item.name}': {d.kind.name.lower()} is not possible while some ranks have joined ({who}). "
+                f"Only allreduce and barrier are. Call join() after the last {d.kind.name.lower()}."
             )
         if joined and d.prescale != 1.0 and d.operation in (ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT):
             return MismatchError(
@@ -208,7 +208,7 @@ class Executor:
             )
         if d.operation == ReduceOp.ADASUM and size & (size - 1):
             return MismatchError(
-                f"'{item.name}': Adasum needs a power of two as the number of ranks, but there are {size}."
+                f"'{item.name}': for Adasum, the number of ranks must be a power of two, but it is {size}."
             )
         return None
 

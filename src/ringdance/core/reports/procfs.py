@@ -16,7 +16,7 @@ from typing import NamedTuple
 from ringdance.host.system import linux
 
 _COMPUTES = 0.3  # share of a core
-_IN_CALL = ", probably in a call that holds Python's lock"
+_IN_CALL = ", probably in a call that holds the GIL"
 _LOCKED = "waits for a lock, a queue or another thread"
 _MOST_THREADS = 2
 _PRIVATE = 128  # FUTEX_PRIVATE_FLAG: no other process can wake it; a timeout of 0 means none

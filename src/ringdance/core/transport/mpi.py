@@ -63,8 +63,9 @@ class MpiTransport(Transport):
         if not all(gather(node, has_room(free_shared_memory(), count, vector_bytes, window_bytes))):
             if node.Get_rank() == 0:
                 _log.warning(
-                    "ringdance: /dev/shm on %s has no room for %d MiB. Ranks of this host exchange MPI "
-                    "messages instead, which is slower. Enlarge it (containers: --shm-size).",
+                    "ringdance: /dev/shm on %s has less than %d MiB of free space. The ranks on this host "
+                    "exchange data in MPI messages instead, which is slower. Enlarge /dev/shm (for a "
+                    "container, with --shm-size).",
                     socket.gethostname(),
                     -(-2 * size >> 20),
                 )
@@ -89,7 +90,7 @@ class MpiTransport(Transport):
             raise ArgumentError("MPI.COMM_NULL has no ranks. Do not pass it on ranks that are not members.")
         ranks = translated(comm.Get_group(), self._comm)
         if mpi.UNDEFINED in ranks:
-            raise ArgumentError(f"{comm!r} has members that are not among the {self.size} ranks of this job.")
+            raise ArgumentError(f"{comm!r} contains processes that are not ranks of this job.")
         return tuple(sorted(ranks))
 
     def allreduce(self, buffer: Array, operation: str, receive: Array | None = None) -> Pending:
@@ -257,8 +258,8 @@ def _check_length(buffer: Array) -> None:
     """Raise ArgumentError if a message is too large for MPI."""
     if buffer.size > _MOST_BYTES:
         raise ArgumentError(
-            f"A message between two ranks has at most {_MOST_BYTES} bytes, but this one has {buffer.size}. "
-            "Send it in parts."
+            f"A message between two ranks can have at most {_MOST_BYTES} bytes, but this message has "
+            f"{buffer.size}. Send it in parts."
         )
 
 
@@ -283,7 +284,7 @@ def lost_in_start(comm: Any) -> Iterator[None]:
         if not lost:
             raise
         who = f"rank {lost[0]}" if len(lost) == 1 else f"ranks {', '.join(map(str, lost))}"
-        raise RankLostError(f"{who} died while the job was starting. Look for its last output.") from error
+        raise RankLostError(f"{who} died during startup. Check the last output of {who}.") from error
 
 
 def _failed(comm: Any) -> list[int]:
