@@ -67,7 +67,7 @@ def test_a_wrong_change_of_sets_on_one_rank(culprit: int, threaded: bool) -> Non
             assert removed.startswith("ArgumentError: Process set 7 does not exist")
         else:
             assert f"rank {culprit} on host" in added
-            assert "got [0, 3], but this job has the ranks 0 to 2" in added
+            assert "but got [0, 3]. This job has the ranks 0 to 2" in added
             assert f"rank {culprit} on host" in removed
             assert "Process set 7 does not exist" in removed
 

@@ -62,7 +62,7 @@ def test_what_a_rank_that_leaves_has_not_submitted_fails_at_once(size: int) -> N
         assert len(errors) == 2 * (rank == 1)
         for text in errors:
             assert re.search(r"rank 0 on host loopback \(pid \d+\) has destroyed", text)
-            assert f"process group {FIRST_GROUP + 7} of the ranks {list(range(size))}" in text
+            assert f"process group {FIRST_GROUP + 7}, whose members are the ranks {list(range(size))}" in text
 
 
 def test_a_group_of_one_rank_is_freed() -> None:

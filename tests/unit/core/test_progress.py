@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dis
+import inspect
 import sys
 import threading
 import time
@@ -145,10 +146,17 @@ class Interrupted(BaseException):
 _LOOKS = ("CALL", "CALL_FUNCTION_EX", "JUMP_BACKWARD", "CALL_KW")
 
 
+def lines_in_a_step() -> range:
+    """Return the lines of ``Stepper.step`` whose interruption ends the engine: exchanges are incomplete."""
+    lines, first = inspect.getsourcelines(Stepper.step)
+    texts = [line.strip() for line in lines]
+    return range(first + texts.index("for machine in sets.machines:"), first + texts.index("raise"))
+
+
 def after_looks(code: CodeType) -> Iterator[int]:
-    before = ""
+    before, excluded = "", lines_in_a_step() if code is Stepper.step.__code__ else ()
     for instruction in dis.get_instructions(code):
-        if before in _LOOKS:
+        if before in _LOOKS and instruction.positions.lineno not in excluded:
             yield instruction.offset
         before = instruction.opname
 

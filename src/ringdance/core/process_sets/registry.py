@@ -136,11 +136,11 @@ class ProcessSets:
         try:
             wanted = tuple(sorted(operator.index(rank) for rank in ranks))
         except TypeError:
-            raise ArgumentError(f"The ranks of a process set must be integers, but got {ranks!r}.") from None
+            raise ArgumentError(f"A process set needs integers as ranks, but got {ranks!r}.") from None
         if not wanted or wanted[0] < 0 or wanted[-1] >= size or len(set(wanted)) < len(wanted):
             raise ArgumentError(
-                f"A process set needs at least one of the ranks 0 to {size - 1}, and each only once, but got "
-                f"{list(wanted)}."
+                f"A process set needs at least one rank, and each only once, but got {list(wanted)}. "
+                f"This job has the ranks 0 to {size - 1}."
             )
         for set_id, known in self.registered.copy().items():  # Note [Copies of dictionaries]
             if known.ranks == wanted and set_id < FIRST_GROUP:
