@@ -142,7 +142,7 @@ def test_disjoint_names(start: Start, size: int) -> None:
     assert line_with(DISJOINT, "rank 1 waits") + "train" in warning
     if size == 3:
         assert f"rank 2 on host {HOST}" in warning
-        assert "it does not wait for anything" in warning
+        assert "it is not waiting for anything" in warning
         assert line_with(DISJOINT, "rank 2 is") + "<module>" in warning
     assert "All ranks must make the same calls." in warning
     errors = errors_in(output)
@@ -151,7 +151,7 @@ def test_disjoint_names(start: Start, size: int) -> None:
         assert len(texts) == 2
         for text in texts:
             assert text.startswith("StallError: "), text
-            assert "Gave up after the stall shutdown time" in text
+            assert "This rank gave up" in text
             assert "allreduce.training.loss" in text
             assert "allreduce.validation.loss" in text
     warning = next(line for line in output.splitlines() if " s ago 'allreduce.of.rank." in line)

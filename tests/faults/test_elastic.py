@@ -73,7 +73,7 @@ def test_a_rank_that_does_not_come_back(tmp_path: Path) -> None:
     returned, output = run_job(tmp_path, how, "-x", "RINGDANCE_ELASTIC_TIMEOUT=2")
     assert returned != 0
     assert "not all 3 ranks were ready within 2 s (setting elastic_timeout)" in output
-    assert "Not there yet: rank 1 (pid " in output
+    assert "Still missing: rank 1 (pid " in output
     assert output.count("begins at") == 3
 
 

@@ -62,14 +62,15 @@ def test_a_rank_that_does_not_call_init_is_named(by: str, tmp_path: Path) -> Non
     else:
         command, environ = [sys.executable, "-m", "ringdance", "run", "-np", "3"], {}
     text = said([*command, sys.executable, program], **environ)
-    assert re.search(r"Waiting: ranks 0, 1\. Not there yet: rank 2 \(pid \d+\): see what", text), text
+    report = r"Waiting: ranks 0, 1\. Still missing: rank 2 \(pid \d+\)\. Check what runs there"
+    assert re.search(report, text), text
 
 
 def test_a_stopped_rank_is_named(tmp_path: Path) -> None:
     program = script(tmp_path, PROGRAM.format(before="if rank == 0: os.kill(os.getpid(), 19)"))
     command, environ = launcher(2)
     text = said([*command, sys.executable, program], **environ)
-    assert re.search(r"Waiting: rank 1\. Not there yet: rank 0 \(pid \d+, stopped\)", text), text
+    assert re.search(r"Waiting: rank 1\. Still missing: rank 0 \(pid \d+, stopped\)", text), text
 
 
 def test_a_rank_that_was_never_started_is_named(tmp_path: Path) -> None:
@@ -85,7 +86,8 @@ def test_a_rank_that_was_never_started_is_named(tmp_path: Path) -> None:
     )
     each = f"OMPI_COMM_WORLD_RANK=$rank OMPI_COMM_WORLD_SIZE=4 {sys.executable} {program} &"
     text = said(["sh", "-c", f"for rank in 0 1; do {each} done; wait"])
-    assert "Waiting: ranks 0, 1. Not on this host: ranks 2, 3: exited before init()" in text, text
+    report = "Waiting: ranks 0, 1. Not on this host: ranks 2, 3. Each of them either exited before init()"
+    assert report in text, text
 
 
 CHILDREN = """
@@ -160,4 +162,4 @@ def test_mpi_without_support_for_threads_is_called_by_no_thread_of_the_engine(tm
     )
     done = by_main("run", "-np", "2", "--no-prefix", sys.executable, path)
     assert done.stdout == "[2. 2. 2.] ['MainThread']\n" * 2, done.stderr
-    assert "initialized without support for several threads" in done.stderr
+    assert "initialized without support for multiple threads" in done.stderr

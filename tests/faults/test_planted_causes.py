@@ -58,13 +58,13 @@ FAILURE = rf"first failure: {WHO}"
 CAUSES = {
     "loader_sleeping": Planted((LATE, f"sleeps, at {AT}"), "load"),
     "evaluated_alone": Planted(
-        (LATE, f"computes, at {AT}", r"rank 1 alone does this \(evaluate_all\)", "pause_stall_check"),
+        (LATE, f"computes, at {AT}", r"only rank 1 does this \(evaluate_all\)", "pause_stall_check"),
         "evaluate_all",
     ),
     "stopped": Planted((f"No answer from {WHO}", r"is stopped \(SIGSTOP", "kill -CONT")),
     "infinite_loop": Planted((LATE, f"computes, at {AT}"), "infinite_loop"),
     "lock_held_in_c": Planted(
-        (f"No answer from {WHO}", "holds Python's lock", AT), "lock_held_in_c", limit=10.0
+        (f"No answer from {WHO}", "holds the GIL", AT), "lock_held_in_c", limit=10.0
     ),
     "uninterruptible": Planted(
         (f"No answer from {WHO}", r"waits in uninterruptible I/O \(\w+\), at", AT),

@@ -69,7 +69,7 @@ def test_who_died_during_init(three_hosts: Hosts, tmp_path: Path, layout: str) -
     assert done.returncode == 137
     # (Ranks that notice late may see that others have left since.)
     assert re.search(
-        r"then rank \d .*RankLostError: ranks? [\d, ]*\d died while the job was starting", done.stderr
+        r"then rank \d .*RankLostError: ranks? [\d, ]*\d died during startup", done.stderr
     )
     assert "MemoryError" not in done.stderr
 

@@ -34,6 +34,6 @@ def test_the_line_of_a_rank_that_holds_pythons_lock(three_hosts: Hosts, tmp_path
         three_hosts.end(job)
     warning = next(text for text in log.read_text().splitlines() if " has waited " in text)
     assert "No answer from rank 1 on host h2 (pid " in warning
-    assert "its main thread computes, probably in a call that holds Python's lock" in warning
+    assert "its main thread computes, probably in a call that holds the GIL" in warning
     assert f"at {script}:7 in stuck" in warning
     assert "line 7 in stuck" in next(out.glob("ringdance-stacks-rank1-*.txt")).read_text()

@@ -290,7 +290,7 @@ def test_shutdown_ends_what_others_wait_for(way: str) -> None:
     else:
         with pytest.raises(ShutDownError, match=rf"rank {LAST} on host .* has called shutdown\(\)"):
             hvd.allreduce(np.ones(4), name="too late")
-        with pytest.raises(CollectiveError, match="nothing more can be submitted"):
+        with pytest.raises(CollectiveError, match="No further operations can be submitted"):
             engine.submit(engine_request())
         hvd.shutdown()
     hvd.init()

@@ -107,7 +107,7 @@ def test_a_rank_that_computes_is_named_with_its_line(hasty: None, said: list[str
     told = []
 
     def listen() -> None:
-        told.append(wait_for(said, "it does not wait for anything; its main thread computes, at "))
+        told.append(wait_for(said, "it is not waiting for anything; its main thread computes, at "))
         (directory / "told").touch()
 
     if RANK == 0:
@@ -171,7 +171,7 @@ def test_a_rank_that_holds_pythons_lock_is_seen_from_outside(late: None, said: l
     if RANK == 0:
         text = wait_for(said, "'allreduce.after the call'")
         assert f"No answer from rank {SIZE - 1} on host" in text
-        assert "its main thread sleeps, probably in a call that holds Python's lock, at " in text
+        assert "its main thread sleeps, probably in a call that holds the GIL, at " in text
         assert "test_collectives_stall.py:" in text
         assert "in test_a_rank_that_holds_pythons_lock_is_seen_from_outside" in text
 
@@ -183,7 +183,7 @@ def test_a_stopped_rank_is_named(late: None, said: list[str]) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
 
     def go_on() -> None:
-        wait_for(said, f"`kill -CONT {pids[-1]}` continues it")
+        wait_for(said, f"`kill -CONT {pids[-1]}` resumes it")
         os.kill(pids[-1], signal.SIGCONT)
 
     thread = threading.Thread(target=go_on)

@@ -16,7 +16,7 @@ from ringdance.core.exchange.arithmetic import Reduction, dtype_named, neutral_e
 from ringdance.core.exchange.base import as_bytes
 from ringdance.core.exchange.chunks import even_rows
 from ringdance.core.request import Collective, Description, ReduceOp, Request, Work
-from ringdance.errors import MismatchError
+from ringdance.errors import EngineError, MismatchError
 
 Array = np.ndarray[Any, Any]
 
@@ -73,23 +73,29 @@ def execute(exchange: Exchange, members: Sequence[int], batch: Sequence[AgreedRe
         return (yield from _allreduce(exchange, requests))
     if d.kind == Collective.BROADCAST:
         return (yield from _broadcast(exchange, requests, members.index(d.root)))
-    results = []
+    results: list[list[Array]] = []
     for item, request in zip(batch, requests, strict=True):
-        result: list[Array] = []  # for a barrier: the round has synchronized the members already
         if d.kind == Collective.ALLGATHER:
-            result = yield from _allgather(exchange, request)
+            results.append((yield from _allgather(exchange, request)))
         elif d.kind == Collective.ALLTOALL:
-            result = yield from _alltoall(exchange, request, item.work)
+            results.append((yield from _alltoall(exchange, request, item.work)))
         elif d.kind == Collective.REDUCESCATTER:
-            result = yield from _reducescatter(exchange, request)
-        results.append(result)
+            results.append((yield from _reducescatter(exchange, request)))
+        elif d.kind == Collective.BARRIER:  # the round has synchronized the members already
+            results.append([])
+        else:
+            raise _not_executed(d.kind)
     return results
+
+
+def _not_executed(kind: Collective) -> EngineError:
+    return EngineError(f"Internal error: the engine cannot execute {kind.name}. Please report this error.")
 
 
 def _zero_dim_error(name: str, description: Description) -> MismatchError:
     return MismatchError(
         f"'{name}': {description.kind.name.lower()} needs tensors with at least one dimension, but got a "
-        "scalar on all ranks. Reshape it to one element first."
+        "scalar on all ranks. Reshape the scalar to shape (1,) before the call."
     )
 
 
@@ -238,9 +244,12 @@ def _execute_alone(work: Work) -> list[Array]:
         work.received_splits = [np.array(splits, np.int64) for splits in request.splits]
         rows = [int(splits[0]) for splits in request.splits]
         return [view[:count].copy() for view, count in zip(request.inputs, rows, strict=True)]
+    scaled = d.kind in (Collective.ALLREDUCE, Collective.REDUCESCATTER)
+    if not scaled and d.kind not in (Collective.ALLGATHER, Collective.BROADCAST, Collective.BARRIER):
+        raise _not_executed(d.kind)
     outputs = _outputs(request)
     for view, output, dtype in zip(request.inputs, outputs, d.dtypes, strict=True):
-        if d.kind in (Collective.ALLREDUCE, Collective.REDUCESCATTER):
+        if scaled:
             how = reduction(dtype, d.operation, d.prescale, d.postscale, 1)
             how.alone(*_numbers((view, output), how))
         elif output is not view:

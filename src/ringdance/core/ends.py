@@ -2,7 +2,7 @@
 
 Note [Ends]
     An engine ends once. All methods in this table except the last run while no other thread is in a step of
-    the engine (they are called in a step, or by ``ProgressEngine.exclusively``). So only one thread at a time
+    the engine (they are called in a step, or by ``Stepper.exclusively``). So only one thread at a time
     sends notes, fails pending work and frees communicators.
 
     ==================  ==========================================  ========================================
@@ -90,6 +90,8 @@ class EngineEnd:
 
     def __post_init__(self) -> None:
         self._identity = self.transport.identities[self.transport.rank]
+        own_notes = {"stop": self._on_stop, "failed": self._on_failed, "figures": self.summary.on_note}
+        self.peers.handlers.update(own_notes)
 
     def ask_to_stop(self, reason: str, departing: bool) -> None:
         """Stop on all ranks. See ``Engine.shutdown``."""
@@ -100,7 +102,7 @@ class EngineEnd:
         self.peers.post_all({"kind": "stop", "reason": reason, "departed": departed})
         self.stop(f"{self._identity} {reason}")
 
-    def on_stop(self, rank: int, note: Note) -> None:
+    def _on_stop(self, rank: int, note: Note) -> None:
         """Handle a peer's note "stop"."""
         self.departed = self.departed or note["departed"]
         self.stop(f"{self.transport.identities[rank]} {note['reason']}")
@@ -179,7 +181,7 @@ class EngineEnd:
             self.sets.fail_pending(state, error)
         self.stop_work.finish(error=None)
 
-    def on_failed(self, rank: int, note: Note) -> None:
+    def _on_failed(self, rank: int, note: Note) -> None:
         """Handle a peer's note "failed"."""
         error = _OF_NOTES.get(note["error"], RankLostError)(note["message"])
         self.fail(error, departed=note["departed"], notify=False)
@@ -187,8 +189,8 @@ class EngineEnd:
     def fail_lost(self, who: str) -> None:
         """Fail because a rank has died."""
         error = RankLostError(
-            f"{who} died while {self._identity} waited for it. Look for its last output, "
-            "or for the kernel's out-of-memory killer (dmesg) on its host."
+            f"{who} died while {self._identity} waited for it. Check the last output of the rank that died, "
+            "and look for the kernel's out-of-memory killer in the output of `dmesg` on its host."
         )
         self.fail(error, departed=who)
 
@@ -216,13 +218,14 @@ class EngineEnd:
         if self.broken is not None:
             return type(self.broken)(str(self.broken))
         reason = self._reason or "This rank has shut down"
-        return ShutDownError(f"{reason}; nothing more can be submitted.")
+        return ShutDownError(f"{reason}. No further operations can be submitted.")
 
     def disown(self, origin: str) -> None:
         """Refuse collectives in a child of a rank. ``origin`` is "was forked from" or "was started by"."""
         self.broken = NotInitializedError(
-            f"This process (pid {os.getpid()}) {origin} {self._identity} and is not part of the job: rank() "
-            "and size() work, collectives only in the rank itself, not in DataLoader workers and other child "
-            'processes. Guard code that these must not run with `if __name__ == "__main__":` in the script.'
+            f"This process (pid {os.getpid()}) {origin} {self._identity} and is not part of the job. It can "
+            "call rank() and size(), but only the rank itself can call collectives, not its DataLoader "
+            "workers or other child processes. In the script, put code that child processes must not run "
+            'under `if __name__ == "__main__":`.'
         )
         self.closed = True

@@ -78,7 +78,6 @@ class Engine:
         self.profilers: list[Profiler] = []
         self.report = report or (lambda text: None)
         self.joins = 0  # number of times that all ranks have joined
-        self.end: EngineEnd
         self._stop_work = Work(Request(Description(Collective.BARRIER)), "shutdown", self._wait)
         self._lock = threading.RLock()  # reentrant: a signal handler may submit while its thread holds it
         self.summary = RunSummary(self.recorder.words, settings.summary_time, self.size)
@@ -88,13 +87,8 @@ class Engine:
         self.on_monitor: Callable[[Note], None] = lambda note: None
         self.on_check: Callable[[], None] = lambda: None
         self.on_step: Callable[[], None] | None = None
-        handlers = {
-            "stop": lambda rank, note: self.end.on_stop(rank, note),
-            "failed": lambda rank, note: self.end.on_failed(rank, note),
-            "figures": self.summary.on_note,
-            "monitor": lambda rank, note: self.on_monitor(note),
-        }
-        peers = self._peers = Peers(transport, settings, self.sets, self.callers, self.recorder, handlers)
+        peers = self._peers = Peers(transport, settings, self.sets, self.callers, self.recorder)
+        peers.handlers["monitor"] = lambda rank, note: self.on_monitor(note)
         self.end = EngineEnd(transport, self.sets, peers, self.recorder, self.summary, self._stop_work)
         self._stepper = Stepper(
             self.sets, self.context, self.callers, peers, self.end, lambda: self.on_check(), self.report
@@ -147,8 +141,8 @@ class Engine:
         state = known.state
         if state is None:
             raise ArgumentError(
-                f"Rank {self.rank} is not in process set number {request.set_id}, "
-                f"whose ranks are {list(known.ranks)}."
+                f"Rank {self.rank} is not a member of process set {request.set_id}, "
+                f"whose members are the ranks {list(known.ranks)}."
             )
         name = request.name
         work = Work(request, name or "", self._wait)
@@ -156,7 +150,7 @@ class Engine:
             if state.stopped or self.end.closed:  # since the check above: this Work would never be done
                 if self.end.closed or not request.set_id:
                     raise self.end.error()
-                raise ProcessSetRemovedError(f"Process set number {request.set_id} is being removed.")
+                raise ProcessSetRemovedError(f"Process set {request.set_id} is being removed.")
             state.pending.add(work, name, wake)
         self.callers.submitted = work.submitted
         if self.recorder.detail:
@@ -276,8 +270,7 @@ class Engine:
     # -- from any thread -----------------------------------------------------------------------
 
     def _exclusively(self, call: Callable[..., object], *arguments: Any, end: bool = False) -> bool:
-        engine = self._progress_engine
-        return engine is not None and engine.exclusively(call, *arguments, end=end)
+        return self._progress_engine is not None and self._stepper.exclusively(call, *arguments, end=end)
 
     def post_all(self, note: Note) -> None:
         """Send a note to all other ranks that can be reached."""
@@ -316,7 +309,7 @@ class Engine:
 
         def fail() -> None:
             if not self.sets.give_up(set_id, number, message, self._peers.post):
-                more = ". It was being executed: the job has failed" if set_id else ""
+                more = ". The operation was already being executed, so the job has failed" if set_id else ""
                 self.end.fail(StallError(message + more))
 
         self._exclusively(fail, end=True)
@@ -344,7 +337,8 @@ class Engine:
             # After an agreed stop too: the engine thread may still be freeing communicators.
             self._progress_engine.wait(self._stop_work, timeout)
         except TimeoutError:
-            text = f"{self.identity} {reason}, but {self._peers.missing()} did not agree in {timeout:g} s."
+            missing = self._peers.missing()
+            text = f"{self.identity} {reason}, but {missing} did not agree within {timeout:g} s."
             self._exclusively(self.end.fail, ShutDownError(text), end=True)
         self._progress_engine.join()
         return self.end.broken is None and self._stop_work.done()
@@ -354,7 +348,7 @@ class Engine:
 
         The parent's records are left untouched.
         """
-        self.recorder = self.recorder.private()
+        self.recorder = Recorder(self.settings.flight_recorder_dir)
         self.summary = RunSummary(self.recorder.words, 0.0, self.size)
         if self.size == 1:
             return  # no peers needed

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from ringdance.core.callers import Callers
@@ -23,7 +23,7 @@ Note = dict[str, Any]
 class Peers:
     """Exchanges notes (JSON objects with a ``kind``) with the other ranks, and checks on them.
 
-    Threads: all methods except ``missing`` run in a step of the engine or in ``ProgressEngine.exclusively``.
+    Threads: all methods except ``missing`` run in a step of the engine or in ``Stepper.exclusively``.
     Posting a note tests the requests of earlier notes, which two threads must not do at the same time.
 
     Args:
@@ -32,17 +32,20 @@ class Peers:
         sets: The process sets.
         callers: The threads that wait.
         recorder: Writes the files about stalls.
-        handlers: Functions by kind of note, called with the sender's rank and the note.
+
+    Attributes:
+        handlers: Functions by kind of note, called with the sender's rank and the note. The engine and
+            ``EngineEnd`` add theirs.
     """
 
     def __init__(
         self, transport: Transport, settings: Settings, sets: ProcessSets, callers: Callers,
-        recorder: Recorder, handlers: Mapping[str, Callable[[int, Note], None]],
+        recorder: Recorder,
     ) -> None:
         self._transport, self._sets, self._recorder = transport, sets, recorder
         self._identity = transport.identities[transport.rank]
         self._watch = StallWatch(transport, settings, sets, callers, recorder)
-        self._handlers = {
+        self.handlers: dict[str, Callable[[int, Note], None]] = {
             "ask": lambda rank, note: self.post(rank, self._watch.status()),
             "status": self._watch.on_status,
             "look": lambda rank, note: self.post(rank, self._watch.look(note["rank"])),
@@ -50,7 +53,6 @@ class Peers:
             "pause": self._on_pause,
             "left": sets.on_left,
             "stacks": lambda rank, note: self._save_stacks(transport.rank, all_stacks()),
-            **handlers,
         }
 
     def post_all(self, note: Note) -> None:
@@ -68,7 +70,7 @@ class Peers:
         """Handle the notes that have arrived."""
         for sender, message in self._transport.messages():
             note = json.loads(message)
-            if handler := self._handlers.get(note["kind"]):
+            if handler := self.handlers.get(note["kind"]):
                 handler(sender, note)
 
     def pause(self, what: str, seconds: float) -> tuple[str, float]:
@@ -107,8 +109,7 @@ class Peers:
     def _save(self, text: str) -> str | None:
         """Write the reported stall as JSON and let all ranks write their stacks. Returns the file's path."""
         stall = self._watch.reported
-        if stall is None:
-            return None
+        assert stall is not None
         self.post_all({"kind": "stacks"})
         self._save_stacks(self._transport.rank, all_stacks())
         for rank, stacks in stall.stacks.items():  # ranks that do not answer cannot write their own

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from ringdance.core.labels import label_of
 from ringdance.core.request import Collective, Work
-from ringdance.core.ring import MASK, RECORD, Kind, Label, Ring, RingReader, Word, steps_text
+from ringdance.core.ring import MASK, RECORD, Kind, Ring, RingReader, Word, steps_text
 from ringdance.core.transport.base import Identity
 
 
@@ -92,14 +92,6 @@ class Recorder:
         self.uncounted()
         self._directory = directory
         self._step_mark, self._steps = StepMark.NONE, 0
-
-    def private(self) -> Recorder:
-        """Return a recorder for a forked child, in memory that the parent does not share."""
-        return Recorder(self._directory)
-
-    def label(self, names: Label) -> int:
-        """Return the number of a name or of a list of names. See ``Ring.label``."""
-        return self.ring.label(names)
 
     def batch(self, what: BatchRecord, round_number: int, began: int = 0, tensors: int = 1) -> None:
         """Record a batch that ends now.
@@ -183,19 +175,19 @@ class Recorder:
         """Record a submission."""
         request = work.request
         nbytes = sum([view.nbytes for view in request.inputs])
-        label, kind = self.label(label_of(work.name)), request.description.kind
+        label, kind = self.ring.label(label_of(work.name)), request.description.kind
         self.ring.add(_SUBMIT, label, request.set_id, nbytes, nbytes >> 32, kind)
 
     def wait(self, work: Work, seconds: float) -> None:
         """Record that a thread has waited for a result."""
-        label = self.label(label_of(work.name))
+        label = self.ring.label(label_of(work.name))
         self.ring.add(_WAIT, label, work.request.set_id, int(seconds * 1e6))
 
     def alone(self, work: Work) -> None:
         """Record the batch of a request that involves only this rank."""
         request = work.request
         nbytes = sum([view.nbytes for view in request.inputs])
-        label, began = self.label(label_of(work.name)), int(work.submitted * 1e9)
+        label, began = self.ring.label(label_of(work.name)), int(work.submitted * 1e9)
         if self.detail > 1:
             self.ring.add(Kind.ROUND)
         self.batch(BatchRecord(request.set_id, request.description.kind, label, nbytes), 0, began)
@@ -230,7 +222,7 @@ class Recorder:
 
     def text(self, what: str) -> None:
         """Record an event described by a text."""
-        self.ring.add(Kind.TEXT, self.label(what))
+        self.ring.add(Kind.TEXT, self.ring.label(what))
 
     def _records(self) -> list[dict[str, Any]]:
         self.publish()

@@ -56,7 +56,7 @@ class Description:
     between ranks (allgather, alltoall) it leaves out that dimension. Values that differ from call to call
     (that dimension, splits) travel with the exchange.
     ``pattern``: For gradients, the variables that have no gradient or only rows, see ``options.pattern_of``.
-    ``device``: Kind of device of a framework's own tensors, "" for NumPy views. See ``exchange.device``.
+    ``device``: Kind of device of a framework's own tensors, "" for NumPy views. See ``DeviceExchange``.
     """
 
     kind: Collective
@@ -106,6 +106,13 @@ class Request:
     ready: Any = None
 
 
+class DeviceResults(list[Any]):
+    """Results of a request, valid on the device after ``event``. ``received``: rows from an alltoall."""
+
+    event: Any = None
+    received: list[list[int]] | None = None
+
+
 class Work:
     """Returned by ``Engine.submit``: shows when a request is done and holds its result.
 
@@ -113,7 +120,7 @@ class Work:
         request: The submitted request.
         name: Name that the request runs under (``allreduce.noname.7`` for an unnamed one).
         result: List of NumPy arrays, one per tensor, once done. For tensors on a device,
-            ``device.DeviceResults``. For join and process set collectives, an int.
+            ``DeviceResults``. For join and process set collectives, an int.
         received_splits: For alltoall only: number of rows received from each member (int64).
         error: Exception that ``wait`` raises, if the request failed.
         complete: The value that ``done()`` would return, without the cost of a call.

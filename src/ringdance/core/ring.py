@@ -22,8 +22,8 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 RING_NAME = "ringdance-ring"
 """Name of the memory, as shown in /proc/PID/fd of its process."""
@@ -92,6 +92,17 @@ class Record(NamedTuple):
     kind: int
     set_id: int
     values: tuple[int, ...]
+
+
+def counters(words: Sequence[int]) -> dict[str, Any]:
+    """Return the counters in a ring's header, which count from the start of the rank."""
+    return {
+        "steps": words[Word.STEPS],
+        "batches": words[Word.BATCHES],
+        "tensors": words[Word.TENSORS],
+        "bytes": words[Word.BYTES],
+        "exposed_seconds": round(words[Word.WAITED] / 1e9, 6),
+    }
 
 
 def steps_text(words: memoryview) -> str:

@@ -33,8 +33,8 @@ from ringdance.errors import DeadlockError, StallError
 from ringdance.settings import Settings
 
 _DEADLOCK = (
-    "All ranks wait, each for an operation that another has not submitted, and nothing was submitted for "
-    "{:g} s (setting deadlock_time): none of them can ever continue."
+    "All ranks are waiting, each for an operation that another rank has not submitted, and no rank has "
+    "submitted anything for {:g} s (setting deadlock_time): none of them can ever continue."
 )
 _ANSWER_TIMEOUT = 0.5
 _BUSY_TIMEOUT = 1.5  # for a process that may have to wait for a core, or is on another host
@@ -149,7 +149,7 @@ class StallWatch:
         joins = [("join", now - s.pending.join.submitted) for s in sets if s.pending.join is not None]
         name, age = (oldest[1].name, oldest[2]) if oldest else (joins or [("", now)])[0]
         self._recorder.ring.pending_name(name)
-        self._words[Word.PENDING] = self._recorder.label(labels.label_of(name)) if name else 0
+        self._words[Word.PENDING] = self._recorder.ring.label(labels.label_of(name)) if name else 0
         self._words[Word.PENDING_SINCE] = int(1e9 * (now - age))
         if self._settings.stall_check_disable:
             return None, None
@@ -158,8 +158,8 @@ class StallWatch:
             if self._moved.get(state.set_id, (-1, 0.0))[0] != count:
                 self._moved[state.set_id] = count, now
         self._note_pace(now)
-        if self._paused(now):
-            self._inquiry = None
+        if any(now < until for _, until in list(self.pauses.values())):
+            self._inquiry, self._resumed = None, now
             return None, None
         if self._inquiry is not None:
             return self._conclude(self._inquiry, now)
@@ -185,13 +185,6 @@ class StallWatch:
         usual = sorted(self._step_times)[len(self._step_times) // 2] if self._step_times else 0.0
         computed = max(1.5 * max(self._gaps, default=0.0), since - self._last_batch[1])
         return max(limit, min(_MOST_PATIENCE, max(usual, computed)))
-
-    def _paused(self, now: float) -> bool:
-        """Return True if any rank is doing work that it has marked with ``pause_stall_check``."""
-        paused = any(now < until for _, until in list(self.pauses.values()))
-        if paused:
-            self._resumed = now
-        return paused
 
     def _oldest(
         self, sets: list[ProcessSetState], now: float
@@ -276,8 +269,8 @@ class StallWatch:
                 self._next_report[(state.set_id, work.name)] = now + _RECHECK
                 return None, None
         self._quiet_until = now + self._settings.stall_check_time
-        text = stall_message(stall)
-        return (f"{text} Gave up after the stall shutdown time.", StallError) if give_up else (text, None)
+        more = " This rank gave up (setting stall_shutdown_time)." if give_up else ""
+        return stall_message(stall) + more, StallError if give_up else None
 
     def _deadlocked(self, inquiry: _Inquiry, stall: Stall, now: float) -> bool:
         """Return True if no rank can ever continue. If that is not certain yet, check again soon."""
@@ -332,11 +325,11 @@ class StallWatch:
         frames = own_lines(main_frames(stacks))
         place = f", at {place_of(frames)}" if frames else ""
         if state == "gone":
-            text = "its process is gone"
+            text = "its process has exited"
         elif state == "stopped":
-            text = f"its process is stopped (SIGSTOP or a debugger); `kill -CONT {pid}` continues it"
+            text = f"its process is stopped (SIGSTOP or a debugger); `kill -CONT {pid}` resumes it"
         else:
-            text = text or "its main thread is probably in a call that holds Python's lock"
+            text = text or "its main thread is probably in a call that holds the GIL"
             main, mark, others = text.partition("; ")
             text = f"{main}{place}{mark}{others}"
             text += "" if place else f"; `py-spy dump --pid {pid}` on that host shows its stack"
@@ -362,8 +355,8 @@ class StallWatch:
         if rank not in inquiry.seen and self._transport.state(rank) == "unknown":
             stacks[rank], host = "", self._transport.identities[rank].host
             return (
-                f"no rank of its host answers: {host} is off or its network down (`ping {host}`), or its "
-                "process is stopped or in a call that holds Python's lock"
+                f"no rank on its host answers: {host} is off or unreachable (`ping {host}`), or the rank's "
+                "process is stopped or in a call that holds the GIL"
             )
         report = inquiry.seen.get(rank) or self.look(rank, inquiry.cpu[rank])
         stacks[rank] = report["stacks"]

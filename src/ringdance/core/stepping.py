@@ -1,9 +1,19 @@
-"""What an engine does in a step, and in a check of its peers."""
+"""Step an engine: advance its process sets, and check its peers. Only one thread does so at a time.
+
+Note [Interrupts]
+    Ctrl-C raises KeyboardInterrupt in the main thread, but only where CPython checks for signals: after a
+    call, at the start of a function, at a backward jump. ``lock.acquire(False)`` can therefore take a lock
+    and raise before the next bytecode, and the lock would stay taken. Instead, a lock is an entry of a dict:
+    ``setdefault`` takes it in one call within ``try``, and ``finally`` releases it using only subscripts,
+    between which CPython does not check for signals.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from ringdance.core.callers import Callers
 from ringdance.core.ends import EngineEnd
@@ -11,12 +21,17 @@ from ringdance.core.exchange import Context
 from ringdance.core.peers import Peers
 from ringdance.core.process_sets.registry import ProcessSets
 
+_CHECK_EVERY = 0.09  # seconds between checks of the peers: a little less than the engine thread rests
+_CHECK_STEPS = 32  # productive steps between checks, for exchanges so long that no thread sleeps
+_STEP_LIMIT = 5.0  # seconds for another thread to finish its step; most steps take microseconds
+
 
 @dataclass(eq=False)
 class Stepper:
-    """Advances the process sets of one engine.
+    """Steps one engine.
 
-    Thread: any, one at a time. ``progress`` decides which and when.
+    Threads: any may call any method, but not during its own step. While one thread is in a step, a check or
+    an exclusive call, no other thread is in any of them.
 
     Attributes:
         sets: The process sets.
@@ -35,27 +50,52 @@ class Stepper:
     end: EngineEnd
     on_check: Callable[[], None]
     report: Callable[[str], None]
+    _checked: float = field(default_factory=time.monotonic)
+    _taken: dict[int, object] = field(default_factory=dict)
+    _steps: int = 0
 
     def step(self) -> bool:
-        """Advance all process sets without blocking. Returns True if any made progress."""
-        if self.end.closed:
-            return False
-        sets, context = self.sets, self.context
-        before = context.achieved
-        try:
-            for machine in sets.machines:
-                if next(machine[1], self) is self:
-                    sets.machines = tuple(m for m in sets.machines if m is not machine)
-                    context.achieved += 1
-            if not sets.machines:
-                self.end.close()
-        except BaseException as error:
-            self.end.fail_by(error)
-            if not isinstance(error, Exception):
-                raise
-        return context.achieved != before
+        """Advance all process sets without blocking, unless another thread is in a step.
 
-    def check_peers(self) -> None:
+        Returns True if any made progress. After some such steps, the peers are checked if it is time.
+        """
+        me, taken = object(), self._taken
+        try:  # like try_exclusively, but without its calls: waiting threads do this all the time
+            if taken.setdefault(0, me) is not me or self.end.closed:
+                return False
+            sets, context = self.sets, self.context
+            before = context.achieved
+            try:
+                for machine in sets.machines:
+                    if next(machine[1], self) is self:
+                        sets.machines = tuple(m for m in sets.machines if m is not machine)
+                        context.achieved += 1
+                if not sets.machines:
+                    self.end.close()
+            except BaseException as error:
+                self.end.fail_by(error)
+                if not isinstance(error, Exception):
+                    raise
+            if context.achieved == before:
+                return False
+        finally:
+            try:
+                if taken[0] is me:
+                    del taken[0]
+            except KeyError:
+                pass
+        self._steps += 1
+        if not self._steps % _CHECK_STEPS:
+            self.check_peers_if_due(time.monotonic())
+        return True
+
+    def check_peers_if_due(self, now: float) -> None:
+        """Check the peers if the last check was long enough ago, unless another thread is in a step."""
+        if now - self._checked > _CHECK_EVERY:
+            self._checked = now
+            self.try_exclusively(self._check_peers)
+
+    def _check_peers(self) -> None:
         """Read notes, detect lost peers and check for stalls."""
         end, peers = self.end, self.peers
         if end.closed:
@@ -81,3 +121,33 @@ class Stepper:
                 self.report(warning)
         except Exception as error:
             end.fail_by(error)
+
+    def try_exclusively(self, call: Callable[..., object], *arguments: Any) -> bool:
+        """Make a call unless another thread is in a step. Returns True if the call was made."""
+        me, taken = object(), self._taken
+        try:  # Note [Interrupts]
+            if taken.setdefault(0, me) is not me:
+                return False
+            call(*arguments)
+            return True
+        finally:
+            try:
+                if taken[0] is me:
+                    del taken[0]
+            except KeyError:
+                pass
+
+    def exclusively(self, call: Callable[..., object], *arguments: Any, end: bool = False) -> bool:
+        """Make a call while no other thread is in a step. Returns True if the call was made.
+
+        If another thread's step takes more than 5 s, the call is skipped. A call that ends the engine
+        (``end``) is made anyway, because that step may never finish.
+        """
+        limit = time.monotonic() + _STEP_LIMIT
+        while not self.try_exclusively(call, *arguments):
+            if time.monotonic() > limit:
+                if end:
+                    call(*arguments)
+                return end
+            time.sleep(1e-4)
+        return True

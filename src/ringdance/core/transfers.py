@@ -61,7 +61,7 @@ class Transfer:
         try:
             self._is_done = bool(self._pending.test())
         except Exception as error:
-            text = f"'{self.name}' failed (is the tensor as long as what was sent?): {error}"
+            text = f"'{self.name}' failed (is the tensor as long as the one that was sent?): {error}"
             raise RuntimeError(text) from error
         finally:
             self._testing.release()

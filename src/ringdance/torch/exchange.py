@@ -9,9 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ringdance.core.exchange.device import DeviceResults
 from ringdance.core.recorder import Profiler
-from ringdance.core.request import Collective, Work
+from ringdance.core.request import Collective, DeviceResults, Work
 from ringdance.errors import ArgumentError
 from ringdance.torch._private import compiler_disable, divided_by, has_run_backward, profiler_running
 from ringdance.torch.device.communicators import dist, supports_nccl

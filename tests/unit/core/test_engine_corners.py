@@ -6,18 +6,21 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 from loopback import LoopbackTransport, LoopbackWorld
 
+from ringdance.core.collectives import AgreedRequest, execute
 from ringdance.core.engine import Engine
 from ringdance.core.process_sets.agreement import PIGGYBACK_ENTRIES
 from ringdance.core.process_sets.pending import PendingRequests
 from ringdance.core.process_sets.registry import buffer_bytes, vector_bytes
 from ringdance.core.process_sets.state import ProcessSetState
 from ringdance.core.request import Collective, Description, ReduceOp, Request, Work
-from ringdance.errors import ArgumentError, MismatchError, ProcessSetRemovedError
+from ringdance.core.transport.single import SingleTransport
+from ringdance.errors import ArgumentError, EngineError, MismatchError, ProcessSetRemovedError
 from ringdance.settings import Settings
 
 Array = np.ndarray[Any, Any]
@@ -51,6 +54,15 @@ def error_of(work: Work) -> str:
     with pytest.raises(MismatchError) as caught:
         work.wait()
     return str(caught.value)
+
+
+def test_a_collective_that_the_engine_cannot_execute() -> None:
+    """Without an error, a new kind of collective would return its inputs, or nothing."""
+    unknown = request(Collective.TUNE, np.ones(3), "new")
+    with pytest.raises(EngineError, match="cannot execute TUNE"):
+        Engine(SingleTransport(), Settings()).submit(unknown)
+    with pytest.raises(EngineError, match="cannot execute TUNE"):
+        next(execute(Mock(), (0, 1), [AgreedRequest("new", unknown.description, None)]))
 
 
 def test_a_signal_handler_submits_within_a_step(monkeypatch: pytest.MonkeyPatch) -> None:

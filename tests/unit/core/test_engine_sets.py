@@ -64,12 +64,12 @@ def test_a_wrong_change_of_sets_on_one_rank(culprit: int, threaded: bool) -> Non
         assert none == "None"
         if rank == culprit:
             assert added.startswith("ArgumentError: A process set needs")
-            assert removed.startswith("ArgumentError: Process set number 7 does not exist")
+            assert removed.startswith("ArgumentError: Process set 7 does not exist")
         else:
             assert f"rank {culprit} on host" in added
-            assert "got [0, 3], but this job has the ranks 0 to 2" in added
+            assert "but got [0, 3]. This job has the ranks 0 to 2" in added
             assert f"rank {culprit} on host" in removed
-            assert "Process set number 7 does not exist" in removed
+            assert "Process set 7 does not exist" in removed
 
 
 def test_a_wrong_change_of_sets_on_all_ranks() -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from loopback_job import job
 
-from ringdance.core import progress
+from ringdance.core import stepping
 from ringdance.core.engine import Engine
 from ringdance.core.process_sets.registry import FIRST_GROUP
 from ringdance.core.reports.stacks import all_stacks
@@ -62,7 +62,7 @@ def test_what_a_rank_that_leaves_has_not_submitted_fails_at_once(size: int) -> N
         assert len(errors) == 2 * (rank == 1)
         for text in errors:
             assert re.search(r"rank 0 on host loopback \(pid \d+\) has destroyed", text)
-            assert f"process group {FIRST_GROUP + 7} of the ranks {list(range(size))}" in text
+            assert f"process group {FIRST_GROUP + 7}, whose members are the ranks {list(range(size))}" in text
 
 
 def test_a_group_of_one_rank_is_freed() -> None:
@@ -76,18 +76,16 @@ def test_a_group_of_one_rank_is_freed() -> None:
 
 
 def test_a_group_made_while_another_thread_is_long_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "_STEP_LIMIT", 0.05)
+    monkeypatch.setattr(stepping, "_STEP_LIMIT", 0.05)
 
     def program(engine: Engine) -> float:
         begun = threading.Event()
-        taken = engine._progress_engine
-        assert taken is not None
 
         def long_step() -> None:
             begun.set()
             time.sleep(0.3)
 
-        thread = threading.Thread(target=lambda: taken.exclusively(long_step))
+        thread = threading.Thread(target=lambda: engine._exclusively(long_step))
         if engine.rank == 0:
             thread.start()
             begun.wait(10)

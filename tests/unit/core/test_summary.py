@@ -38,15 +38,18 @@ def test_small_differences_are_called_so() -> None:
 
 def test_no_rank_is_blamed_for_a_few_steps() -> None:
     lines = summary_lines(RANKS, figures(0.01, 0.01, 0.02, 0.01, steps=3), 61)
-    assert lines[2] == "slowest rank: unknown, 4 steps are too few to tell"
+    assert lines[2] == "slowest rank: unknown (4 steps are too few to tell)"
 
 
 def test_what_is_missing_is_said() -> None:
     known = figures(0.01, 0.01)
-    assert summary_lines(RANKS, known, 60)[2] == "slowest rank: unknown, the figures of 2 ranks are missing"
+    unknown = "slowest rank: unknown (no figures from 2 ranks)"
+    assert summary_lines(RANKS, known, 60)[2] == unknown
+    known.update(figures(0.01, 0.01, 0.01))
+    assert summary_lines(RANKS, known, 60)[2] == unknown.replace("2 ranks", "1 rank")
     known = {rank: Figures(0, 100, 25) for rank in range(4)}
     first, second, _ = summary_lines(RANKS, known, 100)
-    assert first.endswith("no steps were counted; hvd.mark_step() after each counts them")
+    assert first.endswith("no steps were counted. Call hvd.mark_step() after each step")
     assert second == "exposed communication: 25.0% of the time"
     assert len(summary_lines(RANKS[:1], figures(0.02), 60)) == 1
     assert summary_lines(RANKS[:1], known, 60) == []
@@ -68,8 +71,8 @@ def test_waiting_that_cannot_be_seen_is_not_said_to_be_none() -> None:
     known = figures(0.01, 0.01, 0.01)
     lines = summary_lines(RANKS, {**known, 3: known[2]._replace(known=False)}, 60)
     assert lines[1:] == [
-        "exposed communication, slowest rank: unknown: the script polled for results, or never waited "
-        "for one; where else it waits cannot be seen"
+        "exposed communication, slowest rank: unknown, because the script polled for results, or never "
+        "waited for a result. Where else the script waits cannot be observed"
     ]
 
 
@@ -105,7 +108,7 @@ def test_a_rank_without_figures_holds_up_no_end(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(ends, "_FIGURES_S", 0.1)
     monkeypatch.setattr(RunSummary, "wanted", lambda self, tolerance=1.0: wanted(self) and tolerance == 1.0)
     lines = job(3, ended, Settings(summary_time=1e-6))
-    assert lines[0][2] == "slowest rank: unknown, the figures of 2 ranks are missing"
+    assert lines[0][2] == "slowest rank: unknown (no figures from 2 ranks)"
 
 
 def ended(engine: Engine) -> list[str]:

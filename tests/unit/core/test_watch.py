@@ -55,7 +55,7 @@ def answer(
 
 def message(answers: dict[int, dict[str, Any]], **others: Any) -> str:
     known: dict[str, Any] = {"status": OWN, "name": "grad", "set_id": 0, "others": [0, 2, 3], "waits": True}
-    known |= {"unanswered": {rank: "its process is gone" for rank in range(4)}} | others
+    known |= {"unanswered": {rank: "its process has exited" for rank in range(4)}} | others
     return stall_message(Stall(WHO, 1, seconds=12.4, answers=answers, **known))
 
 
@@ -84,9 +84,9 @@ def test_another_ranks_labels_are_shown(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize(
     ("found", "words"),
     [
-        (answer(waiting=False), "it does not wait for anything"),
+        (answer(waiting=False), "it is not waiting for anything"),
         (answer("loss", waiting=False), "it has submitted 'loss'"),
-        (answer(), "it waits in another set"),
+        (answer(), "it waits in another process set"),
         (answer(joined=True), "it has joined after 7 steps"),
         (answer(*map(str, range(9))), "'5' and 3 more"),
     ],
@@ -145,7 +145,7 @@ def test_the_limit_follows_the_steps_unless_it_is_set() -> None:
 
 def test_a_rank_that_does_not_answer_is_not_said_to_be_late() -> None:
     report = message({0: answer("grad"), 2: answer("grad")})
-    assert report.endswith(" No answer from rank 3 on host host1 (pid 103): its process is gone.")
+    assert report.endswith(" No answer from rank 3 on host host1 (pid 103): its process has exited.")
 
 
 def test_the_same_name_in_another_set_does_not_count() -> None:
@@ -163,13 +163,13 @@ def test_who_has_submitted_and_computes_on_is_named() -> None:
 @pytest.mark.parametrize(
     ("facts", "words"),
     [
-        ({"moving": True}, "and its exchange is under way."),
+        ({"moving": True}, "and its exchange is in progress."),
         ({"in_round": True, "idle": 9.0}, "its exchange has made no progress for 9 s."),
         (
             {"in_round": True, "idle": 9.0, "behind": [2]},
             "made no progress for 9 s: it waits for rank 2 on host host1 (pid 102): its main thread",
         ),
-        ({"idle": 9.0}, "no exchange has begun for 9 s."),
+        ({"idle": 9.0}, "no exchange has started for 9 s."),
     ],
 )
 def test_all_have_submitted_it(facts: dict[str, Any], words: str) -> None:
@@ -201,7 +201,7 @@ def test_an_exchange_that_moves_is_no_stall() -> None:
 )
 def test_the_ranks_that_others_wait_for(answers: dict[int, dict[str, Any]], culprits: list[int]) -> None:
     known: Any = {"status": OWN, "seconds": 9.0, "waits": True, "name": "grad", "set_id": 0, "behind": [0]}
-    known |= {"unanswered": {2: "its process is gone"}, "others": [0, 2, 3], "answers": answers}
+    known |= {"unanswered": {2: "its process has exited"}, "others": [0, 2, 3], "answers": answers}
     assert Stall(WHO, 1, **known).culprits == culprits
 
 
@@ -320,7 +320,7 @@ def test_a_host_that_does_not_answer_is_not_looked_into() -> None:
     inquiry = Mock(seen={2: {"text": "its main thread sleeps", "stacks": "x"}}, cpu={3: None})
     stacks: dict[int, str] = {}
     text = watch._outside(3, inquiry, stacks)
-    assert text.startswith("no rank of its host answers: host1 is off or its network down (`ping host1`), or")
+    assert text.startswith("no rank on its host answers: host1 is off or unreachable (`ping host1`), or")
     assert "py-spy" not in text
     assert watch._outside(2, inquiry, stacks) == "its main thread sleeps"
     assert stacks == {2: "x", 3: ""}

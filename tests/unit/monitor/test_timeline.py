@@ -14,7 +14,7 @@ from ringdance.core.monitor import tracefile
 from ringdance.core.monitor.activities import activities, chunks_of
 from ringdance.core.monitor.chrome import ChromeWriter
 from ringdance.core.monitor.links import Clock
-from ringdance.core.monitor.timeline import COLLECTIVES, Timeline
+from ringdance.core.monitor.timeline import Timeline
 from ringdance.core.recorder import Recorder
 from ringdance.core.request import Collective
 from ringdance.core.ring import MASK, Kind, RingReader, Who
@@ -30,7 +30,7 @@ def recorded(sizes: Sequence[int], chunks: int) -> Recorder:
     recorder = Recorder()
     names = tuple(f"allreduce.t{number}" for number in range(len(sizes)))
     for number, (name, size) in enumerate(zip(names, sizes, strict=True), 1):
-        label = recorder.label(name)
+        label = recorder.ring.label(name)
         recorder.ring.add(Kind.SUBMIT, label, 0, size, 0, Collective.ALLREDUCE, when=number * MS)
     recorder.detail = 1
     # Copying in takes 1 ms. Each chunk then waits, copies out, reduces and copies in, 1 ms each.
@@ -40,17 +40,13 @@ def recorded(sizes: Sequence[int], chunks: int) -> Recorder:
     times += [11 + 4 * chunks + number for number in range(3)]
     recorder.chunks(0, [time * MS for time in times], every=1)
     values = (1, 90_000, Collective.ALLREDUCE, sum(sizes))
-    recorder.ring.add(Kind.BATCH, recorder.label(names), 0, *values, when=100 * MS)
+    recorder.ring.add(Kind.BATCH, recorder.ring.label(names), 0, *values, when=100 * MS)
     return recorder
 
 
 def written(path: Path) -> list[dict[str, Any]]:
     events: list[dict[str, Any]] = json.loads(path.read_text())
     return events
-
-
-def test_names_of_collectives_are_the_engine_s() -> None:
-    assert [member.name for member in Collective] == list(COLLECTIVES)
 
 
 def test_a_trace_is_complete_after_every_flush(tmp_path: Path) -> None:
@@ -141,7 +137,7 @@ def test_records_that_are_lost_are_said_and_nothing_is_paired_over_the_gap(tmp_p
     for rank in range(2):
         recorder = Recorder()
         recorder.ring.describe(rank, 2, f"node{rank}")
-        reader, label = RingReader(recorder.ring.memory), recorder.label("t")
+        reader, label = RingReader(recorder.ring.memory), recorder.ring.label("t")
         for number in range(1, 41):
             at = began + 100 * number * MS
             recorder.ring.add(Kind.SUBMIT, label, 0, 8, 0, Collective.ALLREDUCE, when=at + 9 * rank * MS)
@@ -179,7 +175,7 @@ def test_no_lateness_below_the_uncertainty_of_clocks(
         for rank in range(2):
             recorder = Recorder()
             recorder.ring.describe(rank, 2, f"node{rank}")
-            reader, label = RingReader(recorder.ring.memory), recorder.label("t")
+            reader, label = RingReader(recorder.ring.memory), recorder.ring.label("t")
             for number in range(1, 5):
                 at = began + 10 * number * MS + 7 * MS * rank
                 recorder.ring.add(

@@ -1,4 +1,4 @@
-"""The interface of every exchange, and what all exchanges share."""
+"""The interfaces of exchanges, for views of memory and for tensors on a device, and what exchanges share."""
 
 from __future__ import annotations
 
@@ -7,17 +7,15 @@ import ctypes
 import math
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from ringdance.core.exchange.arithmetic import Reduction
 from ringdance.core.exchange.chunks import segments
 from ringdance.core.recorder import Recorder
+from ringdance.core.request import Description, Request
 from ringdance.core.request import Steps as Steps
-
-if TYPE_CHECKING:
-    from ringdance.core.exchange.device import DeviceExchange
 
 Array = np.ndarray[Any, Any]
 _char = ctypes.c_char
@@ -186,3 +184,26 @@ class Exchange(abc.ABC):
     def bounds(views: Sequence[Array]) -> list[int]:
         """Return where each view starts in the row they form, and the row's length."""
         return [0, *accumulate([view.size for view in views])]
+
+
+class DeviceExchange(Protocol):
+    """A framework's own communicator, for one process set's tensors that stay on their device.
+
+    Members agree on these requests as on all others, and execute them in the same order. The device decides
+    what "done" means: on a GPU, a work is done when its exchange is enqueued. The stream that uses the
+    results waits for ``DeviceResults.event``. The host does not wait.
+    """
+
+    def execute(self, pairs: Sequence[tuple[Description, Request | None]], members: Sequence[int]) -> Steps:
+        """Run a batch and return ``DeviceResults`` for each request.
+
+        Args:
+            pairs: Descriptions and requests, in agreed order. The request is None if this rank has joined.
+            members: The global ranks of the process set.
+        """
+
+    def check(self) -> None:
+        """Raise an error that the communicator has detected since the last call."""
+
+    def close(self, agreed: bool) -> None:
+        """Free everything. Unless ``agreed``, abort what is in progress without waiting for it."""

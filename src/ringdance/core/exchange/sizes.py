@@ -52,11 +52,10 @@ class Sizes:
     def changed(self, chunk: int, wire: int) -> Sizes:
         """Return the sizes for another ``chunk`` and ``wire``, within their bounds."""
         chunk = min(max(chunk, self.min_chunk), self.max_chunk)
-        per_wire = min(wire, self.max_wire) // _block(chunk, self.blocks) if self.blocks else 1
+        per_wire = max(1, min(wire, self.max_wire) // _block(chunk, self.blocks)) if self.blocks else 1
         flat_chunk = self.first_flat_chunk
         if wire != self.first_wire:
             wire = flat_chunk = _flat_chunk(wire, self.small, self.max_flat_chunk)
-        per_wire = max(1, per_wire)
         return replace(self, chunk=chunk, flat_chunk=flat_chunk, wire=wire, chunks_per_wire=per_wire)
 
     def row(self, rows: int) -> int:

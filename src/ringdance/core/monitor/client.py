@@ -82,7 +82,7 @@ class MonitorClient:
         assert self._process.stdout
         line = self._process.stdout.readline()
         if not line:
-            raise OSError("the monitor has ended")
+            raise OSError("the monitor has exited")
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
             raise OSError(answer["error"])
@@ -92,7 +92,7 @@ class MonitorClient:
         """Return how the monitor ended, before ``close``; "" while it is running."""
         if (code := self._process.poll()) is None:
             return ""
-        how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+        how = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
         return f"the monitor (pid {self._process.pid}) {how}"
 
     def close(self) -> None:

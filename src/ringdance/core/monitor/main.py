@@ -82,7 +82,7 @@ class Monitor:
     def _serve_ranks(self) -> None:
         os.nice(19)
         if not self._alive:  # users of metrics see this; requests for a timeline get an error
-            os.write(2, b"ringdance: no metrics: the memory of the ranks cannot be opened by /proc/PID/fd\n")
+            os.write(2, b"ringdance: no metrics: the ranks' memory cannot be opened through /proc/PID/fd\n")
         while self._alive:
             busy = self._trace or self._sender or self._followers or self._ending
             self._step(_POLL_S if busy else min(_IDLE_S, self._interval))
@@ -187,8 +187,8 @@ class Monitor:
         lacks = [f"the end of {follower.names()}: {follower.lacks()}" for follower in late]
         if last and (missing := self._others - len(self._followers)) > 0:
             others = "1 other host" if missing == 1 else f"{missing} other hosts"
-            lacks.append(f"the ranks of {others}: no connection came from there")
-            advice = "They use TCP to a port that the system chooses. Check whether a firewall blocks it."
+            lacks.append(f"the ranks on {others}: no connection came from there")
+            advice = "Monitors connect by TCP to a port that the system chooses. Check for a firewall."
             self._warn(f"the timeline lacks {lacks[-1]}. {advice}")
         self._take()
         if self._trace is not None:

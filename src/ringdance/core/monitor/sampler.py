@@ -12,22 +12,13 @@ from typing import Any
 import psutil
 
 from ringdance.core.monitor.core_use import CoreUse
-from ringdance.core.ring import RingReader, Word
+from ringdance.core.reports.procfs import task_ids
+from ringdance.core.ring import RingReader, Word, counters
+from ringdance.host.limits import words_of
 
 Row = dict[str, Any]
 
 _FRESH_S = 0.5  # CPU use over a shorter interval is meaningless
-
-
-def counters(words: Sequence[int]) -> Row:
-    """Return the counters in a ring's header, which count from the start of the rank."""
-    return {
-        "steps": words[Word.STEPS],
-        "batches": words[Word.BATCHES],
-        "tensors": words[Word.TENSORS],
-        "bytes": words[Word.BYTES],
-        "exposed_seconds": round(words[Word.WAITED] / 1e9, 6),
-    }
 
 
 class Sampler:
@@ -98,13 +89,11 @@ class ProcessUse:
 
 def _descendants(pid: int) -> Iterator[int]:
     """Yield the pids of a process's descendants, if the kernel lists children."""
-    with contextlib.suppress(OSError):
-        for task in os.listdir(f"/proc/{pid}/task"):
-            with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{task}/children") as file:
-                for child in map(int, file.read().split()):
-                    if child != os.getpid():  # this monitor was started by a rank, too
-                        yield child
-                        yield from _descendants(child)
+    for task in task_ids(pid):
+        for child in map(int, words_of(f"/proc/{pid}/task/{task}/children")):
+            if child != os.getpid():  # this monitor was started by a rank, too
+                yield child
+                yield from _descendants(child)
 
 
 class _Gpus:

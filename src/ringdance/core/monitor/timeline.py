@@ -12,12 +12,9 @@ from collections.abc import Callable, Iterable
 
 from ringdance.core.monitor.activities import activities, chunks_of, phases
 from ringdance.core.monitor.chrome import ChromeWriter
+from ringdance.core.request import Collective
 from ringdance.core.ring import Kind, Label, Record, Who
 
-COLLECTIVES = (
-    "ALLREDUCE", "ALLGATHER", "BROADCAST", "ALLTOALL", "REDUCESCATTER", "BARRIER", "JOIN", "ADD_SET",
-    "REMOVE_SET", "TUNE",
-)  # fmt: skip
 # Process ids. Perfetto treats thread 0 as the thread whose number equals the process id, so no process id may
 # equal a rank.
 _RANKS, _TENSORS = 1_000_000, 2_000_000
@@ -112,12 +109,12 @@ class Timeline:
         low, high, collective, *_ = record.values
         self._submitted[rank, record.set_id, name].append((record.time, low | high << 32))
         pid = self._tensor(name, rank)
-        self.writer.begin(pid, rank, f"NEGOTIATE_{COLLECTIVES[collective]}", record.time)
+        self.writer.begin(pid, rank, f"NEGOTIATE_{Collective(collective).name}", record.time)
         self.writer.span(pid, rank, str(rank), record.time, record.time)
 
     def _batch(self, rank: int, names: tuple[str, ...], record: Record) -> None:
         number, duration, collective, low, high = record.values
-        began, kind = record.time - duration * 1000, COLLECTIVES[collective]
+        began, kind = record.time - duration * 1000, Collective(collective).name
         writer, chunks = self.writer, chunks_of(self._chunks.pop((rank, record.set_id), []))
         submitted = []
         for name in names:

@@ -28,6 +28,12 @@ def _batch_key(description: Description) -> tuple[Any, ...] | None:
     return None
 
 
+def is_plain(description: Description) -> bool:
+    """Return True for an all-reduce of one dtype in host memory, which others may join in a batch."""
+    on_host = description.kind == Collective.ALLREDUCE and not description.device
+    return on_host and _batch_key(description) is not None
+
+
 def plan_batches(descriptions: Sequence[Description], threshold: int) -> list[list[int]]:
     """Group requests, given in agreed order, into batches of at most ``threshold`` bytes.
 

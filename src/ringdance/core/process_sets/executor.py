@@ -16,7 +16,7 @@ from ringdance.core.exchange import Exchange, Steps
 from ringdance.core.exchange.arithmetic import Reduction, reduction
 from ringdance.core.labels import label_of
 from ringdance.core.process_sets.agreement import CacheEntry, set_bits
-from ringdance.core.process_sets.batch import description_bytes, plan_batches
+from ringdance.core.process_sets.batch import description_bytes, is_plain, plan_batches
 from ringdance.core.process_sets.encoding import decode_call, encode_call
 from ringdance.core.process_sets.pending import PendingRequests
 from ringdance.core.recorder import BatchRecord, Recorder
@@ -64,7 +64,7 @@ class Executor:
         plans: Batches by the ready bits of a round, None unless all are plain all-reduces. Must be cleared
             whenever the response cache changes.
         largest: Maximum requests and bytes per round, and bytes per batch, over all planned rounds of
-            all-reduces.
+            all-reduces. Equal on all members.
     """
 
     set_id: int
@@ -108,15 +108,11 @@ class Executor:
                 work.finish(output)
 
     def _plan(self, slots: list[int]) -> list[Batch] | None:
-        """Return batches of these entries, or None unless all are plain all-reduces of one dtype each."""
+        """Return batches of these entries, or None unless all are plain all-reduces."""
         cached = self.pending.cache.entries
         entries = [entry for slot in slots if (entry := cached[slot]) is not None]
-        for entry in entries:
-            d = entry.description
-            plain = d.kind == Collective.ALLREDUCE and d.operation != ReduceOp.ADASUM
-            plain = plain and not d.detail and not d.device
-            if not plain or entry.mismatched or len(set(d.dtypes)) != 1:
-                return None
+        if any(entry.mismatched or not is_plain(entry.description) for entry in entries):
+            return None
         groups = plan_batches([entry.description for entry in entries], self.threshold)
         plan = [self.batch_of([entries[i] for i in positions]) for positions in groups]
         sizes = [batch.record.nbytes for batch in plan]
@@ -131,7 +127,7 @@ class Executor:
         names = tuple(entry.name for entry in entries)
         nbytes = sum(description_bytes(entry.description) for entry in entries)
         labels = tuple(map(label_of, names))
-        label = self.recorder.label(labels if len(labels) > 1 else labels[0])
+        label = self.recorder.ring.label(labels if len(labels) > 1 else labels[0])
         record = BatchRecord(self.set_id, Collective.ALLREDUCE, label, nbytes)
         bits = sum(1 << self.pending.cache.slots[name] for name in names)
         return Batch(bits, entries, names, how, record)
@@ -191,7 +187,7 @@ class Executor:
                 results = yield from execute(self.exchange, self.transport.members, batch)
             works = [item.work for item in batch if item.work is not None]
             nbytes = sum([view.nbytes for work in works for view in work.request.inputs])
-            label = self.recorder.label(tuple([label_of(item.name) for item in batch]))
+            label = self.recorder.ring.label(tuple([label_of(item.name) for item in batch]))
             record = BatchRecord(self.set_id, kind, label, nbytes)
             self.recorder.batch(record, round_number, began, len(batch))
             self._finish(batch, results)
@@ -202,8 +198,8 @@ class Executor:
         if joined and d.kind not in (Collective.ALLREDUCE, Collective.BARRIER, Collective.TUNE):
             who = ", ".join(str(self.transport.identities[i]) for i in set_bits(joined))
             return MismatchError(
-                f"'{item.name}': {d.kind.name.lower()} is not possible while some ranks have joined ({who}); "
-                "only allreduce is. Call join() after the last such operation."
+                f"'{item.name}': {d.kind.name.lower()} is not possible while some ranks have joined ({who}). "
+                f"Only allreduce and barrier are. Call join() after the last {d.kind.name.lower()}."
             )
         if joined and d.prescale != 1.0 and d.operation in (ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT):
             return MismatchError(
@@ -212,7 +208,7 @@ class Executor:
             )
         if d.operation == ReduceOp.ADASUM and size & (size - 1):
             return MismatchError(
-                f"'{item.name}': Adasum needs a power of two as the number of ranks, but there are {size}."
+                f"'{item.name}': for Adasum, the number of ranks must be a power of two, but it is {size}."
             )
         return None
 

@@ -97,6 +97,12 @@ class PendingRequests:
         else:
             self.ready |= 1 << slot
 
+    def _remove_named(self, name: str) -> Work:
+        """Remove and return a named request that has not been executed."""
+        if self.misses.pop(name, None) is None:
+            self.ready &= ~(1 << self.cache.slots[name])
+        return self.named.pop(name)
+
     def end_at(self, number: int, removal: str) -> list[Work]:
         """Refuse unnamed requests from ``number`` on. Remove and return those that are pending.
 
@@ -148,11 +154,8 @@ class PendingRequests:
 
     def withdraw_tuning(self) -> None:
         """Remove the request that tunes, because this rank joins or stops."""
-        work = self.named.pop(TUNE_NAME, None)
-        if work is not None:
-            if self.misses.pop(TUNE_NAME, None) is None:
-                self.ready &= ~(1 << self.cache.slots[TUNE_NAME])
-            work.finish([])
+        if TUNE_NAME in self.named:
+            self._remove_named(TUNE_NAME).finish([])
 
     def name_unnamed(self) -> None:
         """Turn unnamed requests into named ones, because joined members have none to match them."""
@@ -166,9 +169,7 @@ class PendingRequests:
         self.joined, self.joined_here = 0, False
         again = sorted((w for w in self.named.values() if w.order >= 0), key=lambda w: w.order)
         for unnamed in again:
-            del self.named[unnamed.name]
-            if self.misses.pop(unnamed.name, None) is None:
-                self.ready &= ~(1 << self.cache.slots[unnamed.name])
+            self._remove_named(unnamed.name)
         self.unnamed.extendleft(reversed(again))
         self.submitted = 0  # members that joined early have counted fewer requests
         for unnamed in self.unnamed:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from ringdance.core.exchange import aligned_empty
 from ringdance.core.process_sets.agreement import PIGGYBACK_ENTRIES, CacheEntry, Piggyback, VectorLayout
+from ringdance.core.process_sets.batch import is_plain
 from ringdance.core.process_sets.executor import Executor
-from ringdance.core.request import Collective, ReduceOp
 from ringdance.core.transport.window import PIGGYBACK_BYTES, Window
 
 
@@ -34,9 +34,7 @@ class Piggybacking:
     def plan(self, slot: int, entry: CacheEntry) -> Piggyback | None:
         """Return how the data of the entry in a slot are piggybacked, or None if they are not."""
         d = entry.description
-        if d.kind != Collective.ALLREDUCE or d.operation == ReduceOp.ADASUM or d.detail or d.device:
-            return None
-        if len(d.shapes) != 1 or slot >= PIGGYBACK_ENTRIES:
+        if not is_plain(d) or len(d.shapes) != 1 or slot >= PIGGYBACK_ENTRIES:
             return None
         batch = self.executor.batch_of([entry])
         how, nbytes = batch.reduction, batch.record.nbytes

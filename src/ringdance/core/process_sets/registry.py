@@ -105,7 +105,7 @@ class ProcessSets:
         """Return a process set. Raises ArgumentError if it does not exist."""
         known = self.registered.get(set_id)
         if known is None:
-            raise ArgumentError(f"Process set number {set_id} does not exist; registered: {self.ranks()}.")
+            raise ArgumentError(f"Process set {set_id} does not exist. The process sets are {self.ranks()}.")
         return known
 
     def ranks(self) -> dict[int, tuple[int, ...]]:
@@ -136,23 +136,24 @@ class ProcessSets:
         try:
             wanted = tuple(sorted(operator.index(rank) for rank in ranks))
         except TypeError:
-            raise ArgumentError(f"A process set needs ranks, which are integers; got {ranks!r}.") from None
+            raise ArgumentError(f"A process set needs integers as ranks, but got {ranks!r}.") from None
         if not wanted or wanted[0] < 0 or wanted[-1] >= size or len(set(wanted)) < len(wanted):
             raise ArgumentError(
-                f"A process set needs at least one rank, and each only once; got {list(wanted)}, "
-                f"but this job has the ranks 0 to {size - 1}."
+                f"A process set needs at least one rank, and each only once, but got {list(wanted)}. "
+                f"This job has the ranks 0 to {size - 1}."
             )
         for set_id, known in self.registered.copy().items():  # Note [Copies of dictionaries]
             if known.ranks == wanted and set_id < FIRST_GROUP:
                 raise ArgumentError(
-                    f"A process set with the ranks {list(wanted)} exists already ({set_id}): all must differ."
+                    f"A process set with the ranks {list(wanted)} exists already (number {set_id}). "
+                    "Each process set must have different ranks."
                 )
         return wanted
 
     def check_removal(self, set_id: int) -> tuple[int]:
         """Return the id of a removable set, as a tuple. Raises ArgumentError."""
         if set_id == 0:
-            raise ArgumentError("The process set of all ranks (number 0) cannot be removed.")
+            raise ArgumentError("Process set 0, which contains all ranks, cannot be removed.")
         self.find(set_id)
         return (set_id,)
 
@@ -265,7 +266,7 @@ class ProcessSets:
                 state.stopping = True
                 while not state.stopped:
                     yield
-                text = f"Process set number {set_id} was removed while this operation was pending in it."
+                text = f"Process set {set_id} was removed while this operation was pending in it."
                 self.fail_pending(state, ProcessSetRemovedError(text))
                 yield from self._on_thread(state.close)
             del self.registered[set_id]

@@ -74,6 +74,7 @@ class ProcessSetState:
     Attributes:
         pending: The requests in flight. Lock: ``lock``.
         members: Global ranks of the members.
+        executor: Executes the agreed requests.
         rounds: Number of rounds so far.
         in_round: True during a round. The other members then rely on this rank's vector.
         urgent: True if pending requests must start now.
@@ -95,7 +96,7 @@ class ProcessSetState:
         self._cycle = settings.cycle_time * 1e-3
         self.members = transport.members
         self.pending = PendingRequests(settings.cache_capacity)
-        self._executor = Executor(
+        self.executor = Executor(
             set_id=set_id, transport=transport, exchange=exchange, pending=self.pending, lock=lock,
             threshold=settings.fusion_threshold, recorder=self._recorder, change=change,
         )  # fmt: skip
@@ -113,7 +114,7 @@ class ProcessSetState:
         self._window = window = transport.window if transport.one_host else None
         self._piggybacking: Piggybacking | None = None
         if window is not None:
-            self._piggybacking = Piggybacking(self._executor, window, self._layout)
+            self._piggybacking = Piggybacking(self.executor, window, self._layout)
         self._width = -1
         self._views: list[tuple[memoryview, list[memoryview]]] = []
 
@@ -135,26 +136,22 @@ class ProcessSetState:
         own = others.pop(self.transport.rank, None)
         who = ", ".join(map(str, others.values())) or str(own or "this rank")
         return (
-            f"{who} has destroyed process group {self.set_id} of the ranks {list(self.members)} without this "
-            "call: make the same calls on all members before destroy_process_group()."
+            f"{who} has destroyed process group {self.set_id}, whose members are the ranks "
+            f"{list(self.members)}, without making this call. Make the same calls on all members before "
+            "destroy_process_group()."
         )
 
     def values(self) -> EngineValues:
         """Return the current values."""
         exchange = self.exchange
         return EngineValues(
-            fusion_threshold=self._executor.threshold, cycle_time=self._cycle * 1e3,
+            fusion_threshold=self.executor.threshold, cycle_time=self._cycle * 1e3,
             chunk_bytes=exchange.chunk_bytes, wire_bytes=exchange.wire_bytes, flat=bool(exchange.flat),
         )  # fmt: skip
 
-    @property
-    def largest(self) -> tuple[int, int, int]:
-        """Maximum all-reduces and bytes per round, and bytes per batch, so far. Equal on all members."""
-        return self._executor.largest
-
     def change(self, values: EngineValues) -> None:
         """Continue with other values. Called between two batches, equally on all members."""
-        executor, exchange = self._executor, self.exchange
+        executor, exchange = self.executor, self.exchange
         executor.threshold, self._cycle = values.fusion_threshold, values.cycle_time * 1e-3
         executor.plans.clear()
         if (values.chunk_bytes, values.wire_bytes) != (exchange.chunk_bytes, exchange.wire_bytes):
@@ -307,7 +304,7 @@ class ProcessSetState:
             if ready and self._piggybacking is not None:
                 ready ^= self._piggybacking.complete(agreed, self.rounds)
             if ready:
-                yield from self._executor.run_ready(ready, self.rounds)
+                yield from self.executor.run_ready(ready, self.rounds)
             return achieved
         if not agreed & CONTINUE:
             self.no_waiter = bool(agreed & NO_WAITER)
@@ -325,10 +322,10 @@ class ProcessSetState:
                 work.finish(self._last_joined)
             return True
         if agreed & HAS_UNNAMED and not joined:
-            yield from self._executor.run_unnamed(layout.equal_unnamed(agreed), self.rounds)
+            yield from self.executor.run_unnamed(layout.equal_unnamed(agreed), self.rounds)
             achieved = True
         if ready:
-            yield from self._executor.run_ready(ready, self.rounds)
+            yield from self.executor.run_ready(ready, self.rounds)
             achieved = True
         misses = layout.everyone & ~(agreed >> layout.misses_at)
         if misses:
@@ -359,9 +356,9 @@ class ProcessSetState:
                     entry.piggyback = self._piggybacking.plan(slot, entry)
                 if agreed >> 2 * number & 2:
                     installed.append((slot, entry))
-            self._executor.plans.clear()
+            self.executor.plans.clear()
             pending.look_up_all()
         # A small cache may not hold all of them. An entry that has already been evicted is a miss again.
         ready = [slot for slot, entry in installed if pending.cache.entries[slot] is entry]
-        yield from self._executor.run_slots(ready, self.rounds)
+        yield from self.executor.run_slots(ready, self.rounds)
         return bool(ready)

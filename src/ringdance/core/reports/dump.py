@@ -18,6 +18,7 @@ from pathlib import Path
 
 from ringdance.core.reports.procfs import thread_state
 from ringdance.core.ring import memories
+from ringdance.host.system import linux
 
 _NAME = "ringdance-stacks"
 _SIGNAL = int(getattr(signal, "SIGRTMIN", 0)) + 12
@@ -87,7 +88,5 @@ def main_frames(text: str) -> list[str]:
 
 def _handles(pid: int) -> bool:
     """Return True if the process handles the signal, which would kill it otherwise."""
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as file:
-        caught = re.search(r"^SigCgt:\s*(\w+)", file.read(), re.MULTILINE)
-        return caught is not None and bool(int(caught[1], 16) >> (_SIGNAL - 1) & 1)
-    return False
+    caught = re.search(r"^SigCgt:\s*(\w+)", linux.text(f"/proc/{pid}/status"), re.MULTILINE)
+    return caught is not None and bool(int(caught[1], 16) >> (_SIGNAL - 1) & 1)

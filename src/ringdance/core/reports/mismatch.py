@@ -45,9 +45,10 @@ _CHECKS: tuple[tuple[str, Callable[[Description], Any], Callable[[Description], 
     ("ranks of the process set", lambda d: d.detail, lambda d: str(list(d.detail))),
 )
 _ADVICE = {
-    "gradients": "Compute gradients of the same variables on all ranks, zeros for one that the loss does not "
-    "use. Use rows of a table on all ranks, or on none (sparse_as_dense=True).",
-    "devices": "Keep the tensor on the same kind of device on all ranks, and give all ranks equal settings.",
+    "gradients": "Compute gradients of the same variables on all ranks, with zeros for a variable that the "
+    "loss does not use. A table's gradient must consist of rows on all ranks, or on no rank "
+    "(sparse_as_dense=True).",
+    "devices": "Keep the tensor on the same kind of device, and use the same settings, on all ranks.",
     "element types": "Cast to one dtype on all ranks before the call.",
     "operations": "Call the same operation on all ranks under one name, and others under another name.",
     "shapes": "Give the tensor the same shape on all ranks, or use allgather for unequal lengths.",
@@ -56,8 +57,8 @@ _ADVICE = {
 }
 
 _ORDER = (
-    " Calls without names are matched by their order: has a rank made one more or one fewer before, for "
-    f"instance in a training step that other ranks do not make? {UNEVEN_STEPS}"
+    " Calls without names are matched by their order. Check whether a rank has made one call more or one "
+    f"fewer before, for instance in a training step that other ranks do not make. {UNEVEN_STEPS}"
 )
 
 

@@ -13,8 +13,10 @@ import struct
 import time
 from typing import NamedTuple
 
+from ringdance.host.system import linux
+
 _COMPUTES = 0.3  # share of a core
-_IN_CALL = ", probably in a call that holds Python's lock"
+_IN_CALL = ", probably in a call that holds the GIL"
 _LOCKED = "waits for a lock, a queue or another thread"
 _MOST_THREADS = 2
 _PRIVATE = 128  # FUTEX_PRIVATE_FLAG: no other process can wake it; a timeout of 0 means none
@@ -51,13 +53,13 @@ def sample_cpu(pid: int, tid: int = 0) -> CpuSample | None:
         pid: A process on this host.
         tid: The kernel's number of its thread. 0 for the main thread.
     """
-    words = _read(f"/proc/{pid}/task/{tid or pid}/schedstat").split()
+    words = linux.text(f"/proc/{pid}/task/{tid or pid}/schedstat").split()
     return CpuSample(time.monotonic(), int(words[0]) / 1e9) if words else None
 
 
 def thread_state(pid: int, tid: int = 0) -> tuple[str, str]:
     """Return a thread's name and the letter of its state, both empty if the thread does not exist."""
-    head, _, tail = _read(f"/proc/{pid}/task/{tid or pid}/stat").rpartition(")")
+    head, _, tail = linux.text(f"/proc/{pid}/task/{tid or pid}/stat").rpartition(")")
     return head.partition("(")[2], tail.strip()[:1]
 
 
@@ -75,8 +77,8 @@ def wakeable(tid: int) -> tuple[int, str]:
     The latter is "sleeps" if only another thread of this process can wake it, "" if it waits for something
     else or with a timeout, and otherwise "runs", also if nothing is known.
     """
-    used = sum(map(int, _read(f"/proc/self/task/{tid}/schedstat").split()[:2]))
-    call = _read(f"/proc/self/task/{tid}/syscall").split()  # after ``used``: later use will show in it
+    used = sum(map(int, linux.text(f"/proc/self/task/{tid}/schedstat").split()[:2]))
+    call = linux.text(f"/proc/self/task/{tid}/syscall").split()  # after ``used``: later use will show in it
     if not used or len(call) < 7:
         return used, "runs"
     futex = _CALLS.get(int(call[0])) == _LOCK and int(call[2], 16) & _PRIVATE and int(call[4], 16) == 0
@@ -96,8 +98,8 @@ def activity(pid: int, tid: int = 0, before: CpuSample | None = None) -> str:
         return "is stopped (SIGSTOP or a debugger)"
     if letter == "R" or _share(before, sample_cpu(pid, tid)) > _COMPUTES:
         return "computes"
-    where = _read(f"/proc/{pid}/task/{tid or pid}/wchan").removeprefix("0")
-    call = _read(f"/proc/{pid}/task/{tid or pid}/syscall").split()
+    where = linux.text(f"/proc/{pid}/task/{tid or pid}/wchan").removeprefix("0")
+    call = linux.text(f"/proc/{pid}/task/{tid or pid}/syscall").split()
     text = _in_call(pid, call, "pipe" in where or "partner" in where)
     if letter == "D":
         return f"{text or 'waits'} in uninterruptible I/O ({where or 'state D'})"
@@ -183,7 +185,7 @@ def _with_pipe(writes: bool, path: str) -> str:
 
 def _holder(pid: int) -> str:
     """Describe which process holds the file lock that a process waits for."""
-    lines = [line.replace("->", " -> ").split() for line in _read("/proc/locks").splitlines()]
+    lines = [line.replace("->", " -> ").split() for line in linux.text("/proc/locks").splitlines()]
     waits = {line[0] for line in lines if line[1] == "->" and line[5] == str(pid)}
     for line in lines:
         if line[0] in waits and line[1] != "->":
@@ -193,7 +195,7 @@ def _holder(pid: int) -> str:
 
 def _command(pid: int) -> str:
     """Return a process's number, with its command if known. "" if ``pid`` stands for any child."""
-    words = _read(f"/proc/{pid}/cmdline").replace("\0", " ").strip()[:100]
+    words = linux.text(f"/proc/{pid}/cmdline").replace("\0", " ").strip()[:100]
     return f"{pid} ({words})" if words else str(pid) if 0 < pid < 1 << 31 else ""
 
 
@@ -209,7 +211,7 @@ def _address(pid: int, inode: str, end: int) -> str:
     """Return the address of this end (1) or the other end (2) of a TCP connection."""
 
     for name, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
-        for line in _read(f"/proc/{pid}/net/{name}").splitlines()[1:]:
+        for line in linux.text(f"/proc/{pid}/net/{name}").splitlines()[1:]:
             fields = line.split()
             if fields[9] == inode:
                 address, port = fields[end].split(":")
@@ -217,10 +219,3 @@ def _address(pid: int, inode: str, end: int) -> str:
                 return f"{socket.inet_ntop(family, struct.pack(f'={len(words)}I', *words))}:{int(port, 16)}"
     return "a socket"
 
-
-def _read(path: str) -> str:
-    try:
-        with open(path, errors="replace") as file:
-            return file.read().strip("\0\n ")
-    except OSError:
-        return ""

@@ -133,7 +133,7 @@ def stall_message(stall: Stall) -> str:
             made = [f"rank {rank} has made {status[rank]['after']}" for rank in (stall.rank, *behind)]
             parts.append(f"So far {', '.join(made)}. {UNEVEN_STEPS}")
     elif stall.unstarted:
-        parts.append("A rank takes part in the exchange once it waits for a result.")
+        parts.append("A rank joins the exchange when one of its threads waits for the result.")
     elif stall.moving or not stall.unknown:
         parts = [_exchange(stall, own)]
     return " ".join([_head(stall), *parts])
@@ -162,7 +162,7 @@ def _late(stall: Stall, rank: int, own: set[str]) -> str:
         if len(others) > 1 and not any(set(names) & set(pending_names(one, stall.set_id)) for one in others):
             doing += ", which no other rank has submitted"
     else:
-        doing = "it waits in another set" if status["waiting"] else "it does not wait for anything"
+        doing = "it waits in another process set" if status["waiting"] else "it is not waiting for anything"
     if what := stall.pauses.get(rank):
         doing = f"it is in a block marked '{what}'; {doing}"
     return f"{doing}; {_locations(status, own)}"
@@ -179,9 +179,9 @@ def _divide_advice(stall: Stall, own: set[str]) -> str:
     for text in (*functions, thread.get("doing", "")):
         if _ONE_RANK_WORK.search(text):
             return (
-                f"The others wait while rank {rank} alone does this ({text}). Divide it among all ranks, or "
-                "do it in the background, as hvd.Checkpoints writes files. If the others should wait, use "
-                f"`with hvd.pause_stall_check('{text}'):`."
+                f"The other ranks wait while only rank {rank} does this ({text}). Divide the work among all "
+                "ranks, or do it in the background, as hvd.Checkpoints does when it writes files. If the "
+                f"other ranks are meant to wait, use `with hvd.pause_stall_check('{text}'):`."
             )
     return ""
 
@@ -189,9 +189,9 @@ def _divide_advice(stall: Stall, own: set[str]) -> str:
 def _exchange(stall: Stall, own: set[str]) -> str:
     """Describe the progress of an exchange that all members have submitted."""
     if stall.moving:
-        return "All members have submitted it, and its exchange is under way."
+        return "All members have submitted it, and its exchange is in progress."
     if not stall.in_round:
-        return f"All members have submitted it, but no exchange has begun for {stall.idle:.0f} s."
+        return f"All members have submitted it, but no exchange has started for {stall.idle:.0f} s."
     text = f"All members have submitted it, but its exchange has made no progress for {stall.idle:.0f} s"
     behind = [
         f"{stall.identities[rank]}: {_locations(stall.answers[rank], own)}"

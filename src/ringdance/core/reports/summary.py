@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ringdance.core.reports.judging import LITTLE, waiting
-from ringdance.core.ring import Word
+from ringdance.core.ring import Word, counters
 from ringdance.core.transport.base import Identity
 
 _UNKNOWN = (
-    "exposed communication, slowest rank: unknown: the script polled for results, or never waited "
-    "for one; where else it waits cannot be seen"
+    "exposed communication, slowest rank: unknown, because the script polled for results, or never waited "
+    "for a result. Where else the script waits cannot be observed"
 )
 _FEW = 20  # steps: with fewer, any rank may be the slowest by chance
 
@@ -93,22 +93,18 @@ class RunSummary:
 
     def metrics(self) -> dict[str, Any]:
         """Return this rank's figures in readable form. Recent figures count from the last call."""
-        words, now, then = self._words, self.figures(), self._shown
+        now, then = self.figures(), self._shown
         recent = now
         if then is not None and (then.steps > 0) == (now.steps > 0) and then.steps <= now.steps:
             recent = Figures(now.steps - then.steps, now.seconds - then.seconds, now.waited - then.waited)
         self._shown = now
         return {
             "seconds": round(self.seconds, 3),
-            "steps": words[Word.STEPS],
             "steps_per_second": round(now.rate, 4),
             "recent_steps_per_second": round(recent.rate, 4),
-            "exposed_seconds": round(words[Word.WAITED] / 1e9, 6),
             "exposed_share": round(now.share, 4),
             "recent_exposed_share": round(recent.share, 4),
-            "batches": words[Word.BATCHES],
-            "tensors": words[Word.TENSORS],
-            "bytes": words[Word.BYTES],
+            **counters(self._words),
         }
 
     def on_note(self, rank: int, note: dict[str, Any]) -> None:
@@ -144,7 +140,7 @@ def summary_lines(identities: Sequence[Identity], ranks: dict[int, Figures], sec
         speed = f"{own.rate:.4g} steps/s ({_ms(own.seconds / own.steps)} each)"
         lines = [f"{where}, {took}: {own.steps + 1} steps, {speed}"]
     else:
-        lines = [f"{where}, {took}: no steps were counted; hvd.mark_step() after each counts them"]
+        lines = [f"{where}, {took}: no steps were counted. Call hvd.mark_step() after each step"]
     if size == 1:
         return lines
     ranks = {rank: figures for rank, figures in ranks.items() if bool(figures.steps) == bool(own.steps)}
@@ -158,10 +154,10 @@ def summary_lines(identities: Sequence[Identity], ranks: dict[int, Figures], sec
         # The slowest rank never waits for another one: all of its waiting is communication.
         text += f", {_ms(mean)} per step; {_ms(mean - min(by_step))} of it waiting for slower ranks"
     lines.append(text)
-    if len(ranks) < size:
-        lines.append(f"slowest rank: unknown, the figures of {size - len(ranks)} ranks are missing")
+    if missing := size - len(ranks):
+        lines.append(f"slowest rank: unknown (no figures from {missing} rank{'s' * (missing > 1)})")
     elif 0 < own.steps < _FEW:
-        lines.append(f"slowest rank: unknown, {own.steps + 1} steps are too few to tell")
+        lines.append(f"slowest rank: unknown ({own.steps + 1} steps are too few to tell)")
     else:
         lines.append(_slowest(identities, ranks, " per step" if own.steps else ""))
     return lines

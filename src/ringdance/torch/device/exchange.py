@@ -17,8 +17,7 @@ from torch import Tensor
 
 from ringdance.core.exchange.base import Context, Steps
 from ringdance.core.exchange.chunks import even_rows
-from ringdance.core.exchange.device import DeviceResults
-from ringdance.core.request import Collective, Description, ReduceOp, Request
+from ringdance.core.request import Collective, Description, DeviceResults, ReduceOp, Request
 from ringdance.errors import RankLostError, ShutDownError
 from ringdance.torch._private import renamed
 from ringdance.torch.device import communicators

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringdance.core.exchange.device import DeviceResults
+from ringdance.core.request import DeviceResults
 
 
 class Streams:

@@ -1,7 +1,7 @@
 """Exchange buckets of gradients on their device, each as soon as it is complete.
 
 Note [Direct buckets]
-Gradients that are exchanged on their device (``core.exchange.device``) take another fast path. After
+Gradients that are exchanged on their device (``DeviceExchange``) take another fast path. After
 several steps in which all ranks computed the same gradients, each bucket is exchanged as soon as it is
 complete, without a round: in a fixed order, through a dedicated communicator, and as a copy. The mask at
 the end of the pass shows whether all ranks had the expected gradients. If so, the copies become the

@@ -28,7 +28,7 @@ class GradientSource(Protocol):
 
     @property
     def on_device(self) -> bool:
-        """True if gradients are exchanged on their device: see ``core.exchange.device``."""
+        """True if gradients are exchanged on their device: see ``DeviceExchange``."""
 
     def kinds(self, computed: bytearray, indices: Sequence[int] | None = None) -> bytearray:
         """Return the kinds of all gradients, or of those in ``indices``. 0 for those not ``computed``."""

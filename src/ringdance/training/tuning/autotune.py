@@ -309,7 +309,7 @@ class Autotuner:
             )  # fmt: skip
         rooms = {"chunk_bytes": min(most, TUNED_CHUNK_BYTES), "wire_bytes": TUNED_CHUNK_BYTES}
         small, hosts = self.settings.small_bytes, exchange.flat is not None
-        return dimensions_of(answers, self._file, self._state.largest, rooms, small, hosts)
+        return dimensions_of(answers, self._file, self._state.executor.largest, rooms, small, hosts)
 
     # -- the end -------------------------------------------------------------------------------
 
