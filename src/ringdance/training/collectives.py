@@ -170,7 +170,7 @@ class Call:
         try:
             (name or "").encode()
         except UnicodeEncodeError:
-            raise ArgumentError(f"name={name!r} cannot be encoded in UTF-8.") from None
+            raise ArgumentError(f"name={name!r} cannot be encoded: it contains a surrogate.") from None
         described = checks.describe(self.kind, dtypes, shapes, self.operation, *scales, self.root)
         return replace(described, pattern=self.pattern, device=device), name
 
