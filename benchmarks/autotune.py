@@ -124,7 +124,7 @@ class Training:
 
     def now(self) -> Setting:
         """Return the current settings."""
-        from ringdance.training.tuning.tunables import tunables
+        from ringdance.training.tuning.dimensions import tunables
 
         present = {name: tunable.get() for name, tunable in sorted(tunables.items())}
         return Setting(self.state.values(), tuple((k, n) for k, n in present.items() if n is not None))
@@ -132,7 +132,7 @@ class Training:
     def apply(self, setting: Setting) -> None:
         """Switch to other settings as the tuner does, with a request that runs with the next exchange."""
         from ringdance.core.request import TUNE_NAME, Collective, Description, Request
-        from ringdance.training.tuning.tunables import tunables
+        from ringdance.training.tuning.dimensions import tunables
 
         if setting == self.now():
             return
@@ -210,7 +210,7 @@ def grid(training: Training, quick: bool) -> list[Setting]:
 
 def _candidates(name: str, present: int) -> list[tuple[str, int]]:
     """Return the grid's candidates for a PyTorch value: on and off, or one thread and a rank's share."""
-    from ringdance.training.tuning.tunables import tunables
+    from ringdance.training.tuning.dimensions import tunables
 
     numbers = {0, 1} if name == "overlap" else {1, present, tunables[name].most()}
     return [(name, number) for number in sorted(numbers)]

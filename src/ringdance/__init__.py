@@ -9,6 +9,7 @@ thread and no signal handler. All of that happens in a binding's ``init()``.
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -20,17 +21,14 @@ __version__ = "0.1.0.dev0"
 __all__ = ["__version__", "report", "run"]
 
 
+# Imported on first use (PEP 562), so that scripts that only train do not import the launcher.
+_LAZY = {"report": "ringdance.tools.search", "run": "ringdance.launch.api"}
+
+
 def __getattr__(name: str) -> object:
-    # PEP 562: the launcher is imported on first use, so scripts that only train never import it.
-    if name == "run":
-        from ringdance.launch.api import run
-
-        return run
-    if name == "report":
-        from ringdance.tools.search import report
-
-        return report
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_LAZY[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -32,10 +32,10 @@ from typing import TYPE_CHECKING
 
 # Advice if ranks run different numbers of steps, so that one finishes before the others.
 UNEVEN_STEPS = (
-    "A rank that makes fewer steps than the others skipped one (for instance by `continue` or `return` "
-    "before its backward pass: every rank must make each step), or ran out of data: divide it evenly with "
-    "hvd.shard(..., ends='pad') or ends='drop', or call hvd.join() after the last batch "
-    "(DistributedDataParallel: with model.join():)."
+    "A rank that makes fewer steps than the others has either skipped a step (for instance, with `continue` "
+    "or `return` before its backward pass) or run out of data. Every rank must make every step: divide the "
+    "data evenly with hvd.shard(..., ends='pad') or ends='drop', or call hvd.join() after the last batch "
+    "(with DistributedDataParallel, use `with model.join():`)."
 )
 
 
@@ -161,7 +161,7 @@ class EngineError(CollectiveError):
     def of(cls, who: object, cause: BaseException) -> EngineError:
         """Build the error that all pending operations on the rank ``who`` fail with."""
         kind = type(cause).__name__
-        text = f"The engine of {who} failed: {kind}: {cause}"
+        text = f"The engine on {who} failed: {kind}: {cause}"
         if not isinstance(cause, Exception):
             text = f"{who} was interrupted ({kind}) during an exchange."
         error = cls(text)

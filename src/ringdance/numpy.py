@@ -18,7 +18,7 @@ import numpy.typing as npt
 from ringdance.core.request import Collective, Work
 from ringdance.errors import ArgumentError
 from ringdance.training import collectives, handles, session
-from ringdance.training.collectives import Call, allreduce_call, movement, reducescatter_call
+from ringdance.training.collectives import Array, Call, allreduce_call, movement, reducescatter_call
 from ringdance.training.exports import *
 from ringdance.training.exports import __all__ as __all__
 from ringdance.training.handles import poll, synchronize
@@ -32,7 +32,6 @@ __all__ = [
 
 image_loader, table_loader = arrays.image_loader, arrays.table_loader
 
-Array = np.ndarray[Any, Any]
 Arrays = npt.ArrayLike | list[Array] | tuple[Array, ...]
 
 
@@ -47,8 +46,6 @@ def _view(value: npt.ArrayLike) -> Array:
 
 def _check_out(arrays: tuple[Array, ...], views: tuple[Array, ...]) -> None:
     for array, view in zip(arrays, views, strict=True):
-        if array is view and view.flags.writeable:
-            continue
         if not isinstance(array, np.ndarray) or not (array.flags.c_contiguous and array.flags.writeable):
             raise ArgumentError("out must consist of contiguous, writable NumPy arrays.")
         if (array.shape, array.dtype) != (view.shape, view.dtype):

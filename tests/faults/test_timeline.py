@@ -145,6 +145,6 @@ def test_a_monitor_that_is_killed_is_said(tmp_path: Path) -> None:
     done = run(tmp_path, text, 2, str(path), "--output-filename", str(tmp_path / "logs"))
     assert done.returncode == 0, done.stderr
     (line,) = done.stderr.splitlines()
-    assert "was killed by signal 9; the timeline and the metrics lack what its ranks do from now on" in line
+    assert "was killed by signal 9. From now on, the timeline and the metrics lack this host's ranks." in line
     assert "The file lacks its end" in timeline(path)
     assert monitors_have_ended()

@@ -123,8 +123,8 @@ def test_ranks_in_the_launcher_s_pod_are_refused(pods: Pods, script: str, launch
         pytest.skip("other MPIs read the operator's list of hosts")
     done = launch(pods, *launcher.split(), "python", script, KUBERNETES_SERVICE_HOST="10.96.0.1")
     assert done.returncode != 0
-    assert "has 2 host(s) for this job" in done.stderr
-    assert "Start the script by `ringdance run python SCRIPT`" in done.stderr
+    assert "has allocated 2 hosts to this job" in done.stderr
+    assert "Start the script with `ringdance run python SCRIPT`" in done.stderr
 
 
 def test_our_own_manifest(pods: Pods, script: str) -> None:

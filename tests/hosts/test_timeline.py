@@ -93,7 +93,7 @@ def test_a_killed_monitor_does_not_end_the_job(three_hosts: Hosts, tmp_path: Pat
     line = [sys.executable, "-m", "ringdance", "run", "-H", "h1:1,h2:1", "--timeline", str(path)]
     done = three_hosts.run("h1", *line, "python", str(script))
     assert done.returncode == 0, done.stderr
-    assert "was killed by signal 9; the timeline and the metrics lack what its ranks do" in done.stderr
+    assert "by signal 9. From now on, the timeline and the metrics lack this host's ranks." in done.stderr
     names = [load["name"] for load in json.loads(path.read_text())]
     if steps:
         assert names[-1] == f"{END}the end of rank 1 on h2: its monitor was killed, or cannot be reached"

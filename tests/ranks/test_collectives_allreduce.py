@@ -248,13 +248,13 @@ def test_adasum_of_orthogonal_is_the_sum_and_of_equal_the_average(way: str) -> N
 
 @pytest.mark.ranks(3)
 def test_adasum_needs_a_power_of_two(way: str) -> None:
-    with pytest.raises(ArgumentError, match="needs 2, 4, 8"):
+    with pytest.raises(ArgumentError, match="power of two"):
         hvd.allreduce(np.ones(3), op=hvd.Adasum)
     same(hvd.allreduce(np.ones(3), op=hvd.Sum), np.full(3, float(SIZE)))
 
 
 def test_types_and_operations_that_do_not_go(way: str) -> None:
-    with pytest.raises(CollectiveError, match="no average"):
+    with pytest.raises(CollectiveError, match="cannot be averaged"):
         hvd.allreduce(np.ones(2, bool))
     with pytest.raises(CollectiveError, match="floating"):
         hvd.allreduce(np.ones(2, np.int32), op=hvd.Adasum)

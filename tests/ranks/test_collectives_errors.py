@@ -163,7 +163,7 @@ def test_duplicate_name(way: str) -> None:
 
 
 BAD_SPLITS: dict[str, tuple[Any, str]] = {
-    "too many": ([1] * (SIZE + 1), "splits for"),
+    "too many": ([1] * (SIZE + 1), "splits, one for each rank"),
     "sum": ([2] * SIZE, "their sum"),
     "negative": ([-1] + [1] * (SIZE - 1), "must not be negative"),
     "kind": ([0.5] * SIZE, "list of integers"),

@@ -67,7 +67,7 @@ def test_allreduce_of_booleans() -> None:
     mine = torch.tensor([RANK == 0, True, False])
     assert hvd.allreduce(mine, op=hvd.Max).tolist() == [True, True, False]
     assert hvd.allreduce(mine, op=hvd.Min).tolist() == [SIZE == 1, True, False]
-    with pytest.raises(ValueError, match="no average"):
+    with pytest.raises(ValueError, match="cannot be averaged"):
         hvd.allreduce(mine)
 
 
@@ -186,7 +186,7 @@ def test_reducescatter(dtype: torch.dtype, op: int) -> None:
         assert torch.equal(hvd.synchronize(hvd.reducescatter_async(tensor, op=op)), own)
         assert torch.equal(hvd.grouped_reducescatter([tensor, tensor], op=op)[1], own)
         assert torch.equal(hvd.synchronize(hvd.grouped_reducescatter_async([tensor], op=op))[0], own)
-    with pytest.raises(RuntimeError, match="reducescatter takes"):
+    with pytest.raises(RuntimeError, match="reducescatter supports"):
         hvd.reducescatter(torch.ones(4), op=hvd.Adasum)
 
 

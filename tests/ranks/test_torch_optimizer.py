@@ -73,7 +73,7 @@ def test_weights_that_differ_are_noticed(seed: int, broadcast_at: int, says: int
         assert re.search(r"an element of '0.weight' is \S+ on rank 0 \(.*\) and \S+ on rank \d", texts[0])
         assert "hvd.broadcast_parameters(model.state_dict(), root_rank=0)" in texts[0]
         assert "hvd.broadcast_optimizer_state(optimizer, root_rank=0)" in texts[0]
-        assert "learning rate and other options" in texts[0]
+        assert "learning rate and other optimizer options" in texts[0]
 
 
 class Unreadable(nn.Parameter):

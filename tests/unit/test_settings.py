@@ -170,12 +170,12 @@ def test_a_setting_without_effect_says_why_when_it_is_changed():
 )
 def test_an_unknown_name_warns_with_the_nearest(name, near):
     _, warned = notes({name: "1"})
-    assert warned == [f"{name} is not a setting of Ringdance; did you mean {near}?"]
+    assert warned == [f"{name} is not a Ringdance setting; did you mean {near}?"]
 
 
 def test_an_unknown_name_like_nothing_else():
     _, warned = notes({"RINGDANCE_XYZZY": "1"})
-    assert warned == ["RINGDANCE_XYZZY is not a setting of Ringdance; `ringdance settings` lists all names."]
+    assert warned == ["RINGDANCE_XYZZY is not a Ringdance setting; `ringdance settings` lists all names."]
 
 
 def test_names_of_builds_and_launchers_are_no_mistakes():

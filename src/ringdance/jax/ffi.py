@@ -20,7 +20,7 @@ import jax
 import ml_dtypes  # noqa: F401  # Registers the name bfloat16 with NumPy.
 import numpy as np
 
-from ringdance.training.memory import array_at
+from ringdance.training.collectives import array_at
 
 TARGET = "ringdance_exchange"
 

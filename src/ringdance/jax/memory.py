@@ -13,8 +13,8 @@ import ml_dtypes
 import numpy as np
 
 from ringdance.errors import ArgumentError
+from ringdance.training.collectives import array_at
 from ringdance.training.gradients.compression import compression_for
-from ringdance.training.memory import array_at
 
 Array = np.ndarray[Any, Any]
 

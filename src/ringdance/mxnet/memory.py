@@ -16,9 +16,9 @@ import numpy as np
 from mxnet.base import _LIB, check_call
 
 from ringdance.errors import ArgumentError
+from ringdance.training.collectives import array_at
 from ringdance.training.gradients.compression import Compressor, compression_for
 from ringdance.training.gradients.weights import rows_of, step_of
-from ringdance.training.memory import array_at
 
 Array = np.ndarray[Any, Any]
 NDArray = Any  # mx.nd.NDArray, or its subclass mx.np.ndarray

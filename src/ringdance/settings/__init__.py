@@ -65,9 +65,9 @@ def load(environ: Mapping[str, str] = os.environ) -> Settings:
     settings = Settings(**values, origins=origins)
     if 0 < settings.stall_shutdown_time < settings.stall_check_time:
         notes.append(
-            f"stall_shutdown_time is ignored: its {settings.stall_shutdown_time:g} s "
-            f"({settings.origin('stall_shutdown_time')}) is shorter than stall_check_time's "
-            f"{settings.stall_check_time:g} s ({settings.origin('stall_check_time')})."
+            f"stall_shutdown_time={settings.stall_shutdown_time:g} s "
+            f"({settings.origin('stall_shutdown_time')}) is ignored, because it is shorter than "
+            f"stall_check_time={settings.stall_check_time:g} s ({settings.origin('stall_check_time')})."
         )
         del origins["stall_shutdown_time"]
         settings = replace(settings, stall_shutdown_time=0.0, origins=origins)
@@ -112,7 +112,7 @@ def _value(setting: Setting, variable: str, text: str, notes: list[str]) -> Any:
     # For some settings, Horovod reads invalid text as 0. For a number, 0 could change more than the user
     # intended, so only switches follow Horovod here.
     value = False if isinstance(setting.default, bool) else setting.default
-    expected = "a whole number, 0 for off" if isinstance(value, bool) else setting.parser.expected
+    expected = "an integer (0 means off)" if isinstance(value, bool) else setting.parser.expected
     notes.append(f"{variable}={text!r} cannot be used: expected {expected}. Using {show(setting, value)}.")
     return value
 
@@ -129,7 +129,7 @@ def _unknown(environ: Mapping[str, str]) -> Iterator[str]:
         rest = {k.removeprefix(prefix): k for k in known if k.startswith(prefix)}
         near = difflib.get_close_matches(name.removeprefix(prefix).upper(), rest, n=1, cutoff=0.6)
         hint = f"did you mean {rest[near[0]]}?" if near else "`ringdance settings` lists all names."
-        yield f"{name} is not a setting of Ringdance; {hint}"
+        yield f"{name} is not a Ringdance setting; {hint}"
 
 
 def level_of_caller() -> int:

@@ -40,6 +40,8 @@ class Setting:
         unit: Unit of the value. Empty for words and switches.
         own: The ``RINGDANCE_*`` name.
         legacy: The ``HOROVOD_*`` name, or empty.
+        common: True if the value must be equal on all ranks, because it determines the layout of shared
+            memory, how batches are divided, or what is exchanged. ``init()`` compares these values.
     """
 
     name: str
@@ -49,6 +51,7 @@ class Setting:
     unit: str = ""
     own: str = ""
     legacy: str = ""
+    common: bool = False
 
 
 def _setting(default: T, parser: Parser[T], doc: str, **more: Any) -> T:
@@ -67,18 +70,18 @@ class Settings:
     # Batches
     fusion_threshold: int = _setting(
         128 << 20, BYTES, "Maximum bytes of tensors exchanged as one batch. 0: one tensor at a time.",
-        unit="bytes", legacy="HOROVOD_FUSION_THRESHOLD",
+        unit="bytes", legacy="HOROVOD_FUSION_THRESHOLD", common=True,
     )
     cycle_time: float = _setting(
         1.0, NUMBER, "How long a submitted tensor may wait for others before a round starts.",
         unit="ms", legacy="HOROVOD_CYCLE_TIME",
     )
     cache_capacity: int = _setting(
-        1024, COUNT, "Tensors that a process set caches. Ranks agree on a cached tensor with a single bit.",
-        unit="tensors", legacy="HOROVOD_CACHE_CAPACITY",
+        1024, COUNT, "Maximum cached tensors per process set. Ranks agree on a cached tensor with one bit.",
+        unit="tensors", legacy="HOROVOD_CACHE_CAPACITY", common=True,
     )
     deterministic: bool = _switch(
-        False, "Sum each element in a fixed order, so that two runs have bit-equal results."
+        False, "Sum each element in a fixed order, so that results are bitwise reproducible.", common=True
     )
     overlap: str = _setting(
         "auto", choice("auto", "on", "off"),
@@ -87,10 +90,12 @@ class Settings:
     sparse: str = _setting(
         "auto", choice("auto", "rows", "dense"),
         "How to exchange sparse gradients: as rows or as dense tensors. auto: depends on the number of rows.",
+        common=True,
     )
     check_weights: str = _setting(
         "warn", choice("warn", "error", "off"),
         "Reaction if the ranks' parameters differ in step 2 (PyTorch only), 10, 100, 1000 and so on.",
+        common=True,
     )
     jax_ffi: str = _setting(
         "auto", choice("auto", "off"),
@@ -100,27 +105,28 @@ class Settings:
     # Memory and exchange
     chunk_bytes: int = _setting(
         768 << 10, BYTES, "Size of the chunks in which a batch is exchanged. Should fit the cores' caches.",
-        unit="bytes",
+        unit="bytes", common=True,
     )
     small_bytes: int = _setting(
-        16 << 10, BYTES, "Maximum size of a batch that is exchanged for lowest latency.", unit="bytes"
+        16 << 10, BYTES, "Maximum size of a batch that is exchanged for lowest latency.",
+        unit="bytes", common=True,
     )
     gpu_operations: str = _setting(
         "nccl", choice("nccl", "mpi"),
         "How to exchange PyTorch tensors on GPUs: with NCCL, or with MPI from host memory.",
-        legacy="HOROVOD_GPU_OPERATIONS",
+        legacy="HOROVOD_GPU_OPERATIONS", common=True,
     )
     cpu_operations: str = _setting(
         "mpi", choice("mpi", "gloo"),
         "How to exchange PyTorch tensors on the CPU: through shared memory and MPI, or torch's gloo.",
-        legacy="HOROVOD_CPU_OPERATIONS",
+        legacy="HOROVOD_CPU_OPERATIONS", common=True,
     )
-    window: bool = _switch(True, "Use shared memory between the ranks of a host.")
+    window: bool = _switch(True, "Use shared memory between ranks on the same host.", common=True)
     spin_microseconds: int = _setting(
         300, COUNT, "How long a waiting rank polls (yielding its core) before it sleeps.", unit="µs"
     )
     mpi_threads_disable: bool = _switch(
-        False, "Request MPI's single-thread level. Collectives then run only while the main thread waits.",
+        False, "Request MPI_THREAD_SINGLE. Collectives then run only while the main thread waits.",
         legacy="HOROVOD_MPI_THREADS_DISABLE",
     )
     init_timeout: float = _setting(
@@ -134,8 +140,8 @@ class Settings:
 
     # Tuning
     autotune: bool = _switch(
-        False, "Try other sizes of batches and chunks in up to 280 steps, then use the best.",
-        legacy="HOROVOD_AUTOTUNE",
+        False, "Try different batch and chunk sizes in up to 280 steps, then use the best.",
+        legacy="HOROVOD_AUTOTUNE", common=True,
     )
     autotune_log: str = _setting(
         "", TEXT, "CSV file for the values that autotune tries, on rank 0's host. The result is written next "
@@ -146,12 +152,12 @@ class Settings:
         unit="samples", legacy="HOROVOD_AUTOTUNE_WARMUP_SAMPLES",
     )
     autotune_steps_per_sample: int = _setting(
-        4, AT_LEAST_ONE, "Steps in a sample. The first sample of a value takes two steps.",
+        4, AT_LEAST_ONE, "Steps per sample. The first sample of a value takes two steps.",
         unit="steps", legacy="HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE",
     )
     tuned: str = _setting(
-        "", TEXT, "JSON file on rank 0's host with a result of autotune to use. Ignored for another model or "
-        "other hardware.",
+        "", TEXT, "JSON file on rank 0's host, with an autotune result to use. Ignored if the model or the "
+        "hardware differs.", common=True,
     )
 
     # Stalls and logs
@@ -160,8 +166,8 @@ class Settings:
         legacy="HOROVOD_STALL_CHECK_DISABLE",
     )
     stall_check_time: float = _setting(
-        4.0, POSITIVE, "Time after which a tensor that some ranks have not submitted is reported. By default "
-        "it is a step's time if that is longer.",
+        4.0, POSITIVE, "Time after which a tensor that some ranks have not submitted is reported. By "
+        "default, the duration of a step if that is longer.",
         unit="s", legacy="HOROVOD_STALL_CHECK_TIME_SECONDS",
     )
     stall_shutdown_time: float = _setting(
@@ -193,7 +199,7 @@ class Settings:
         unit="steps",
     )
     summary_time: float = _setting(
-        60.0, NUMBER, "Runs that last at least this long end with a speed summary. 0: none.", unit="s"
+        60.0, NUMBER, "Runs that last at least this long end with a speed summary. 0: no summary.", unit="s"
     )
     metrics_port: str = _setting(
         "", ADDRESS, "Where each host serves its ranks' metrics to Prometheus: a port, or ADDRESS:PORT for "
@@ -210,7 +216,8 @@ class Settings:
         "What `ringdance bench input` measures in this run. The run stops afterwards.",
     )
     input_check_time: float = _setting(
-        8.0, POSITIVE, "Duration of this measurement, after a warm-up of at least a third of it.", unit="s"
+        8.0, POSITIVE, "Duration of `ringdance bench input`, after a warm-up of at least a third of it.",
+        unit="s",
     )
 
     origins: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)

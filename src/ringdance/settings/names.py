@@ -5,10 +5,10 @@ from __future__ import annotations
 RANK_VARIABLES = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
 """Variables with a process's ranks and sizes, with either prefix. Set by launchers, otherwise by init()."""
 
-_TUNER = "the tuner compares neighboring values, without a model of all"
+_TUNER = "the tuner compares neighboring values and fits no model"
 _NCCL = "NCCL is used as torch sets it up"
 _GLOO = "Gloo is not used; MPI connects the ranks"
-_ONE_SCHEME = "the ranks of a host reduce in shared memory first; if that is slower, --autotune finds out"
+_ONE_SCHEME = "ranks on a host first reduce in shared memory; --autotune detects whether that is slower"
 NO_EFFECT: dict[str, tuple[str, str]] = {
     "ELASTIC": ("0", "jobs keep the ranks that they start with"),
     "AUTOTUNE_BAYES_OPT_MAX_SAMPLES": ("20", _TUNER),

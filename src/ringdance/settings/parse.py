@@ -61,11 +61,9 @@ def _bytes(text: str) -> int:
     return int(match[1]) * _FACTOR[match[2].lower()]
 
 
-def _address(text: str) -> str:
+def _is_address(text: str) -> bool:
     port = text.rpartition(":")[2]
-    if not port.isdecimal() or int(port) > 65535:
-        raise ValueError(text)
-    return text
+    return port.isdecimal() and int(port) <= 65535
 
 
 def _steps(text: str) -> tuple[int, ...]:
@@ -81,17 +79,17 @@ def choice(*words: str) -> Parser[str]:
 SWITCH = Parser(
     "1 or 0 (also true/false, yes/no, on/off)",
     _switch,
-    legacy=lambda text: int(text) > 0,  # Horovod reads a whole number, and positive means on
+    legacy=lambda text: int(text) > 0,  # Horovod reads an integer, and a positive one means on
 )
 BYTES = Parser("a number of bytes, such as 524288, 512K or 64M (powers of 1024)", _bytes)
-COUNT = Parser("a whole number, 0 or more", int, lambda value: value >= 0)
-AT_LEAST_ONE = Parser("a whole number, 1 or more", int, lambda value: value >= 1)
-NUMBER = Parser("a number, 0 or more", float, lambda value: 0 <= value < math.inf)
-POSITIVE = Parser("a number greater than 0", float, lambda value: 0 < value < math.inf)
+COUNT = Parser("a non-negative integer", int, lambda value: value >= 0)
+AT_LEAST_ONE = Parser("a positive integer", int, lambda value: value >= 1)
+NUMBER = Parser("a non-negative number", float, lambda value: 0 <= value < math.inf)
+POSITIVE = Parser("a positive number", float, lambda value: 0 < value < math.inf)
 TEXT = Parser("text", str)
-ADDRESS = Parser("a port from 0 to 65535, or ADDRESS:PORT", _address)
+ADDRESS = Parser("a port from 0 to 65535, or ADDRESS:PORT", str, _is_address)
 STEPS = Parser(
-    "the first step and the one after the last, counted from 0, such as 100:110",
+    "the first step and the step after the last, counted from 0, such as 100:110",
     _steps,
     lambda steps: 0 <= steps[0] < steps[1],
 )

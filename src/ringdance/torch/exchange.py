@@ -22,7 +22,8 @@ from ringdance.training import handles, session
 from ringdance.training.checks import UnsupportedOperationError, know_dtypes
 from ringdance.training.collectives import Call, Keep
 from ringdance.training.gradients.cores import own_cores
-from ringdance.training.tuning.tunables import Tunable, tunables
+from ringdance.training.gradients.overlap import OVERLAP
+from ringdance.training.tuning.dimensions import Tunable, tunables
 
 if TYPE_CHECKING:
     from ringdance.core.engine import Engine
@@ -38,6 +39,7 @@ session.watch_training(has_run_backward)
 tunables["threads"] = Tunable(
     torch.get_num_threads, torch.set_num_threads, lambda: max(1, own_cores())
 )
+tunables["overlap"] = OVERLAP
 
 
 def submit(

@@ -41,7 +41,9 @@ def init(comm: Any = None, process_sets: Iterable[ProcessSet] | str | None = Non
     """
     if isinstance(process_sets, str):
         if process_sets.lower() != "dynamic":
-            raise ArgumentError(f"process_sets={process_sets!r} must be a list of ProcessSet, or 'dynamic'.")
+            raise ArgumentError(
+                f"process_sets={process_sets!r} must be a list of ProcessSet objects, or 'dynamic'."
+            )
         process_sets = None
     sets = list(process_sets or ())
     if not all(isinstance(item, ProcessSet) for item in sets):
@@ -83,7 +85,7 @@ def _register_sets(process_sets: list[ProcessSet]) -> None:
         for index, ranks in enumerate(rank_lists):
             engine.sets.check_new(ranks)
             if ranks in rank_lists[:index]:
-                raise ArgumentError(f"Process sets must differ, but {list(ranks)} appears twice.")
+                raise ArgumentError(f"Process sets must differ, but {list(ranks)} is listed twice.")
     except ArgumentError as error:
         problem = str(error)
     listed = [ranks for ranks, item in zip(rank_lists, process_sets, strict=False) if item.mpi_comm is None]
@@ -96,8 +98,9 @@ def _register_sets(process_sets: list[ProcessSet]) -> None:
         if wrong is not None:
             raise ArgumentError(f"init(process_sets=...) on rank {rank} ({engine.hosts[rank]}): {wrong}")
         raise SetsDifferError(
-            f"init(process_sets=...) differs between ranks: rank 0 ({engine.hosts[0]}) has "
-            f"{everywhere[0][1]}, rank {rank} ({engine.hosts[rank]}) has {theirs}. Pass the same list."
+            f"init(process_sets=...) differs between ranks: rank 0 ({engine.hosts[0]}) passed "
+            f"{everywhere[0][1]}, rank {rank} ({engine.hosts[rank]}) passed {theirs}. Pass the same list on "
+            "all ranks."
         )
     others = {tuple(ranks) for _, _, theirs in everywhere for ranks in theirs}.difference(listed)
     for ranks in [*listed, *sorted(others)]:

@@ -141,16 +141,15 @@ class CheckpointFiles:
                 if not saved.problem:
                     result = saved
                     break
-        whole = [saved for saved in every if not saved.problem]
         damaged = ", ".join(f"{saved.number} ({saved.problem})" for saved in every if saved.problem)
         if result or (number is None and not damaged):
             if damaged and result and number is None:
-                _log.warning("ringdance: reading %d. Damaged checkpoints: %s.", result.number, damaged)
+                _log.warning("ringdance: reading checkpoint %d. Damaged: %s.", result.number, damaged)
             return result
-        others = ", ".join(str(saved.number) for saved in whole) or "none"
+        others = ", ".join(str(saved.number) for saved in every if not saved.problem) or "none"
         raise CheckpointError(
-            f"no checkpoint{'' if number is None else f' {number}'} that is complete. Complete: {others}; "
-            f"damaged: {damaged or 'none'}. Read another one, or remove the files of the damaged ones"
+            f"there is no complete checkpoint{'' if number is None else f' {number}'}. Complete: {others}; "
+            f"damaged: {damaged or 'none'}. Read another one, or remove the damaged files"
         )
 
     def _checked(self, saved: SavedCheckpoint) -> SavedCheckpoint:
@@ -183,7 +182,7 @@ class CheckpointFiles:
             CheckpointError: The checkpoint was saved without a table.
         """
         if not saved.table:
-            raise CheckpointError(f"checkpoint {saved.number} has no table: it was saved without one")
+            raise CheckpointError(f"checkpoint {saved.number} has no table, because it was saved without one")
         return present_path(table_path(self.path(saved.number)), saved.token)
 
     def write(
@@ -238,7 +237,8 @@ class CheckpointFiles:
             except (BlockingIOError, PermissionError):
                 _log.warning(
                     "ringdance: another process, perhaps on another host, writes the checkpoints %s in %s. "
-                    "Give each job its own directory or name=: they remove each other's older checkpoints.",
+                    "Use a different directory or name= for each job, because each job removes old "
+                    "checkpoints.",
                     self.path(0).name.replace("0" * 8, "*"), self._directory,
                 )  # fmt: skip
                 return

@@ -57,9 +57,9 @@ class Checkpoints:
         self, directory: str | os.PathLike[str], keep: int = 3, name: str = "checkpoint", suffix: str = ""
     ) -> None:
         if not isinstance(keep, int) or keep < 1:
-            raise ArgumentError(f"keep={keep!r} must be an integer of at least 1.")
+            raise ArgumentError(f"keep={keep!r} must be a positive integer.")
         if "/" in name + suffix or suffix.endswith(TABLE):
-            raise ArgumentError(f"name={name!r}, suffix={suffix!r}: must not have '/', nor end with {TABLE}.")
+            raise ArgumentError(f"name={name!r}, suffix={suffix!r} must not contain '/' or end with {TABLE}.")
         self.directory = Path(directory)
         self._files = CheckpointFiles(self.directory, keep, name, suffix)
         self._is_writer, self._host = session.engine().rank == 0, session.engine().hosts[0]
@@ -83,7 +83,7 @@ class Checkpoints:
             CheckpointError: The previous checkpoint, or a sharded table (written now), could not be written.
         """
         if (number := operator.index(number)) < 0:
-            raise ArgumentError(f"Checkpoints.save({number}): number must be 0 or more.")
+            raise ArgumentError(f"Checkpoints.save({number}): number must not be negative.")
         if self._closed:
             raise ArgumentError(f"Checkpoints.save({number}) after close(). Create a new Checkpoints.")
         self.wait()

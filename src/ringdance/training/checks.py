@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import warnings
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 
+from ringdance.core.engine import Engine
 from ringdance.core.request import Collective, Description, ReduceOp
 from ringdance.errors import ArgumentError, CollectiveError
 from ringdance.settings import level_of_caller
-
-if TYPE_CHECKING:
-    from ringdance.core.engine import Engine
 
 Array = np.ndarray[Any, Any]
 
@@ -79,7 +77,7 @@ def describe(
     for dtype in dtypes:
         if dtype not in _DTYPE_NAMES:
             known = ", ".join(dict.fromkeys(_DTYPE_NAMES.values()))
-            raise ArgumentError(f"Elements of type {dtype} cannot be exchanged. Supported types are {known}.")
+            raise ArgumentError(f"Tensors of type {dtype} are not supported. Supported types: {known}.")
     names = tuple(_DTYPE_NAMES[dtype] for dtype in dtypes)
     _check_operation(kind, names, operation)
     detail: tuple[int, ...] = ()
@@ -91,25 +89,25 @@ def describe(
 
 
 def _check_operation(kind: Collective, names: tuple[str, ...], operation: ReduceOp) -> None:
-    linear = operation in (ReduceOp.SUM, ReduceOp.AVERAGE)
+    linear, title = operation in (ReduceOp.SUM, ReduceOp.AVERAGE), operation.name.title()
     if kind is Collective.REDUCESCATTER and not linear:
-        raise UnsupportedOperationError(f"reducescatter takes Sum and Average, not {operation.name.title()}.")
+        raise UnsupportedOperationError(f"reducescatter supports Sum and Average, not {title}.")
     if not linear and any(name.startswith("complex") for name in names):
         raise UnsupportedOperationError(
-            f"Complex tensors can be reduced by Sum and Average, not by {operation.name.title()}. Reduce "
+            f"Complex tensors can be reduced by Sum and Average, not by {title}. Reduce "
             "their real and imaginary parts, or gather them and reduce them on each rank."
         )
     if operation is ReduceOp.ADASUM and not _FLOATS.issuperset(names):
         raise UnsupportedOperationError(f"Adasum needs floating-point tensors, got {', '.join(names)}.")
     if operation is ReduceOp.AVERAGE and "bool" in names and kind is not Collective.BROADCAST:
-        raise UnsupportedOperationError("Booleans have no average. Use Max (any) or Min (all).")
+        raise UnsupportedOperationError("Boolean tensors cannot be averaged. Use Max (any) or Min (all).")
 
 
 def check_size(operation: ReduceOp, size: int) -> None:
     """Raise UnsupportedOperationError if the operation does not work with this number of ranks."""
     if operation is ReduceOp.ADASUM and size & (size - 1):
         raise UnsupportedOperationError(
-            f"Adasum combines ranks in pairs and needs 2, 4, 8, ... of them, but there are {size}. "
+            f"Adasum combines ranks in pairs, so their number must be a power of two, but there are {size}. "
             "Start a different number of ranks, or use op=hvd.Average."
         )
 
@@ -118,8 +116,8 @@ def check_gradient(operation: ReduceOp, size: int, where: str) -> None:
     """Raise UnsupportedOperationError if a reduction over several ranks has no gradient."""
     if size > 1 and operation not in (ReduceOp.AVERAGE, ReduceOp.SUM):
         raise UnsupportedOperationError(
-            f"{where}: {operation.name.title()} has no gradient, only Average and Sum do. Use one of these,"
-            " or exclude the call from it (x.detach(), tf.stop_gradient(x), jax.lax.stop_gradient(x))."
+            f"{where}: {operation.name.title()} has no gradient, only Average and Sum do. Use one of these "
+            "or stop the gradient (x.detach(), tf.stop_gradient(x), jax.lax.stop_gradient(x))."
         )
 
 
@@ -159,16 +157,16 @@ def split_rows(view: Array, splits: Array | None, size: int, name: str, engine: 
     rows = view.shape[0] if view.ndim else 0
     if splits is None:
         if rows % size:
-            raise ArgumentError(f"{where}: {rows} rows are not divisible by {size} ranks. Pass splits.")
+            raise ArgumentError(f"{where}: cannot divide {rows} rows evenly among {size} ranks. Pass splits.")
         return np.full(size, rows // size, np.int64)
     splits = np.asarray(splits)
     if splits.ndim != 1 or (splits.dtype.kind not in "iu" and splits.size):
         raise ArgumentError(f"{where}: splits must be a list of integers, got {splits.dtype} {splits.shape}.")
     if len(splits) != size:
-        raise ArgumentError(f"{where}: {len(splits)} splits for {size} ranks. Pass one for each rank.")
+        raise ArgumentError(f"{where}: expected {size} splits, one for each rank, got {len(splits)}.")
     if (splits < 0).any() or int(splits.sum()) > rows:
         raise ArgumentError(
             f"{where}: splits {splits.tolist()} must not be negative, and their sum {int(splits.sum())} must "
-            f"not exceed the {rows} rows of the tensor."
+            f"not exceed the tensor's number of rows, {rows}."
         )
     return np.ascontiguousarray(splits, np.int64)

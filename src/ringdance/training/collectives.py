@@ -11,27 +11,37 @@ this rank's call, so ``Call.refuse`` makes their calls fail with the same messag
 
 from __future__ import annotations
 
+import ctypes
 import enum
 import json
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from ringdance.core.engine import Engine
 from ringdance.core.recorder import StepMark
 from ringdance.core.request import Collective, Description, ReduceOp, Request, Work
 from ringdance.errors import ArgumentError
 from ringdance.training import checks, session
-from ringdance.training.process_sets import ProcessSet, set_id
-
-if TYPE_CHECKING:
-    from ringdance.core.engine import Engine
+from ringdance.training.process_sets import ProcessSet, members_of, set_id
 
 Array = np.ndarray[Any, Any]
 Arrays = tuple[Array, ...]
+
+
+def array_at(address: int, shape: tuple[int, ...], dtype: np.dtype[Any], owner: Any = None) -> Any:
+    """Return a writable array over a framework's memory. The array keeps the memory's ``owner`` alive."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    if not nbytes:
+        return np.empty(shape, dtype)
+    memory: Any = (ctypes.c_char * nbytes).from_address(address)
+    memory.owner = owner
+    return np.ndarray(shape, dtype, memory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +148,7 @@ class Call:
             _, description, name = described
             rows = None
             if number or kind is not Collective.ALLREDUCE or self.operation is ReduceOp.ADASUM:
-                members = _members(engine, number)
+                members = members_of(engine, number)
                 if kind is Collective.BROADCAST:
                     checks.check_root(self.root, members, self.name, number)
                 elif kind is Collective.ALLTOALL:
@@ -160,7 +170,7 @@ class Call:
         try:
             (name or "").encode()
         except UnicodeEncodeError:
-            raise ArgumentError(f"name={name!r} cannot be encoded: it has a surrogate.") from None
+            raise ArgumentError(f"name={name!r} cannot be encoded: it contains a surrogate.") from None
         described = checks.describe(self.kind, dtypes, shapes, self.operation, *scales, self.root)
         return replace(described, pattern=self.pattern, device=device), name
 
@@ -183,6 +193,7 @@ class Call:
         Raises:
             UnsupportedOperationError: The operation is not linear (Min, Max, Product or Adasum), and the
                 set has several ranks.
+            NotImplementedError: No gradient is defined for this kind of collective.
         """
         size = len(engine.members(self.set_id))
         checks.check_gradient(self.operation, size, f"{self.full_name or 'allreduce'} on rank {engine.rank}")
@@ -196,8 +207,11 @@ class Call:
             scale = self.prescale * self.postscale * (size if self.operation is ReduceOp.SUM else 1)
             return Backward(Call(Collective.ALLGATHER, **same), Keep.ALL, scale)
         average = Call(Collective.ALLREDUCE, operation=ReduceOp.AVERAGE, **same)
-        keep = Keep.OWN_ROWS if self.kind is Collective.ALLGATHER else Keep.ROOT
-        return Backward(average, keep)
+        if self.kind is Collective.ALLGATHER:
+            return Backward(average, Keep.OWN_ROWS)
+        if self.kind is Collective.BROADCAST:
+            return Backward(average, Keep.ROOT)
+        raise NotImplementedError(f"Call.backward() does not define a gradient for {self.kind.name}.")
 
 
 _FIELDS = [field.name for field in fields(Call) if field.init]
@@ -294,19 +308,7 @@ def _refuse_early(call: Call, error: Exception) -> None:
         call.refuse(session.engine(), error)
 
 
-def _members(engine: Engine, number: int) -> tuple[int, ...]:
-    """Return the ranks of a set. Raises ArgumentError if this process is not a member."""
-    members = engine.members(number)
-    if engine.rank not in members:
-        raise ArgumentError(
-            f"Rank {engine.rank} ({engine.hosts[engine.rank]}) is not a member of process set {number} with "
-            f"the ranks {list(members)}. Only members may submit to it. Check process_set.included() first."
-        )
-    return members
-
-
 _BARRIER = Description(Collective.BARRIER)
-_JOIN = Description(Collective.JOIN)
 # Methods to call when all ranks have joined. Weak references, so registering does not keep an object alive.
 _listeners: weakref.WeakKeyDictionary[Engine, list[weakref.WeakMethod[Callable[[], None]]]] = (
     weakref.WeakKeyDictionary()
@@ -321,13 +323,13 @@ def on_join(engine: Engine, method: Callable[[], None]) -> None:
 
 def barrier(engine: Engine, set_id: int = 0) -> None:
     """Return after all members have entered."""
-    _members(engine, set_id)
+    members_of(engine, set_id)
     engine.submit(Request(_BARRIER, set_id=set_id), wake=False).wait()
 
 
 def join(engine: Engine) -> int:
     """Contribute zeros to the other ranks' calls until all have joined. Returns the last rank to join."""
-    last: int = engine.submit(Request(_JOIN), wake=False).wait()
+    last: int = engine.submit(Request(Description(Collective.JOIN)), wake=False).wait()
     engine.joins += 1
     for listener in [reference() for reference in _listeners.get(engine, [])]:
         if listener is not None:

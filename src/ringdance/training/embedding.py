@@ -18,13 +18,12 @@ import numpy as np
 from ringdance.core.request import Collective
 from ringdance.errors import ArgumentError
 from ringdance.training import session
-from ringdance.training.collectives import Call
+from ringdance.training.collectives import Array, Call
 from ringdance.training.gradients.sparse import Rows, SparseExchange, merge
 from ringdance.training.objects import broadcast_object
 
 __all__ = ["EmbeddingTable"]
 
-Array = np.ndarray[Any, Any]
 _CHUNK = 1 << 16  # Number of rows that are initialized, sent, read or written at a time.
 _STEP = 2048  # Number of rows that are updated at a time. They fit in the CPU's cache.
 _TINY = np.finfo(np.float32).tiny
@@ -74,7 +73,7 @@ class EmbeddingTable:
         if rows < 1 or columns < 1:
             raise ArgumentError(f"EmbeddingTable({rows}, {columns}): rows and columns must be positive.")
         if not 0 <= accumulator < np.inf:
-            raise ArgumentError(f"EmbeddingTable(accumulator={accumulator}): sums must start at 0 or more.")
+            raise ArgumentError(f"EmbeddingTable: accumulator={accumulator} must be finite and not negative.")
         engine = session.engine()
         self.rows, self.columns, self.rate, self.name = rows, columns, rate, name
         self.sharded = sharded and engine.size > 1
@@ -110,7 +109,7 @@ class EmbeddingTable:
             engine = session.engine()
             error = ArgumentError(
                 f"{self.name}: ids {low} to {high} ({ids.dtype}) on rank {engine.rank} "
-                f"({engine.hosts[engine.rank]}). Ids must be integers, and the table has {self.rows} rows."
+                f"({engine.hosts[engine.rank]}) are not valid: use integers from 0 to {self.rows - 1}."
             )
             first = SparseExchange.first_call(self.name)
             if self.sharded:
@@ -141,7 +140,7 @@ class EmbeddingTable:
                 f"{self.name}: pass one gradient for the rows of each lookup since the last update, of "
                 f"shapes {[(len(lookup.keys), self.columns) for lookup in lookups]}, not "
                 f"{[array.shape for array in arrays]}. Use training=False for a lookup without an update. "
-                "The lookups are forgotten now."
+                "These lookups have been discarded."
             )
         engine = session.engine()
         if self.sharded:

@@ -84,7 +84,7 @@ class Process:
         """Report once that this rank fails, because of an error that was never raised, or its exit code."""
         if self.unseen is not None and self.pid == os.getpid() and not self.failed:
             self.engine, error = self.unseen
-            error.add_note("ringdance: this happened in a compiled program, and no result was read since.")
+            error.add_note("ringdance: this happened in a compiled program. No result was read afterwards.")
             sys.excepthook(type(error), error.with_traceback(None), None)
         code = 0 if self.failed or self.pid != os.getpid() else exit_code.exit_code()
         if code:
@@ -107,36 +107,35 @@ class Process:
 
             finalize(self.clean and not self.failed)
 
-    def _end_well(self, found: Engine) -> None:
+    def _end_well(self, engine: Engine) -> None:
         """Leave the job together with all ranks. If another rank is still waiting, the job fails."""
-        done = f" after {found.recorder.steps_text()}"
-        self.clean &= found.shutdown(f"has ended its program{done}", departing=True)
-        _warn_of_incomplete(found)
-        if found.end.unclean and found.end.stopped_first:
-            ended = f"{found.identity} ended its program{done}, while other ranks waited for it. "
-            ended += UNEVEN_STEPS
-            _cause(found, "exit", ended)
+        done = f" after {engine.recorder.steps_text()}"
+        self.clean &= engine.shutdown(f"has ended its program{done}", departing=True)
+        _warn_of_incomplete(engine)
+        if engine.end.unclean and engine.end.stopped_first:
+            ended = f"{engine.identity} ended its program{done}, while other ranks waited for it."
+            _cause(engine, "exit", f"{ended} {UNEVEN_STEPS}")
             self.clean = False
             time.sleep(_GRACE)
-        self.clean &= not found.end.unclean
-        self.show_summary(found)
+        self.clean &= not engine.end.unclean
+        self.show_summary(engine)
 
-    def show_summary(self, found: Engine) -> None:
+    def show_summary(self, engine: Engine) -> None:
         """Show the summary of a successful run, on rank 0."""
-        if found.rank or not self.clean:
+        if engine.rank or not self.clean:
             return
         if self.tuner is not None:
             self.tuner.leave()
         with contextlib.suppress(Exception):  # stderr may be closed
-            for line in found.summary.lines(found.transport.identities):
+            for line in engine.summary.lines(engine.transport.identities):
                 print(f"ringdance: {line}", file=sys.stderr)
-            if found.size > 1 and self.has_trained and self.has_trained():
+            if engine.size > 1 and self.has_trained and self.has_trained():
                 self.has_trained = None
                 _log.warning(
-                    "ringdance: rank 0 has run backward passes, but no allreduce in this job of %d ranks: no "
-                    "gradient was averaged. To train one model together, wrap its optimizer: optimizer = "
-                    "hvd.DistributedOptimizer(optimizer, ...). Ignore this if each rank trains its own "
-                    "model, only rank 0 trains, or something else averages.", found.size,
+                    "ringdance: rank 0 has run backward passes, but this job of %d ranks ran no allreduce, "
+                    "so no gradients were averaged. To train one model on all ranks, wrap its optimizer: "
+                    "optimizer = hvd.DistributedOptimizer(optimizer, ...). Ignore this warning if each rank "
+                    "trains its own model, only rank 0 trains, or other code averages.", engine.size,
                 )  # fmt: skip
 
     def _after_fork(self) -> None:
@@ -146,20 +145,20 @@ class Process:
             self.engine.disown()
 
 
-def _fail(found: Engine, kind: str, message: str, ended: str, trace: str = "") -> None:
+def _fail(engine: Engine, kind: str, message: str, ended: str, trace: str = "") -> None:
     """Report this rank's failure to the launcher, and stop the job on the other ranks, if any."""
-    if found.size == 1:
+    if engine.size == 1:
         return
-    _cause(found, kind, message, trace)
-    if not found.closed:
-        found.leave(f"{found.identity} {ended}")
-    if found.end.failed_here:
+    _cause(engine, kind, message, trace)
+    if not engine.closed:
+        engine.leave(f"{engine.identity} {ended}")
+    if engine.end.failed_here:
         time.sleep(_GRACE)
 
 
-def _cause(found: Engine, kind: str, message: str, trace: str = "") -> None:
+def _cause(engine: Engine, kind: str, message: str, trace: str = "") -> None:
     """Report the reason to our launcher. If there is none, log what Python has not already printed."""
-    who = found.identity
+    who = engine.identity
     if "RINGDANCE_JOB" not in os.environ:
         if kind in ("exit", "code"):
             _log.error("ringdance: %s", message if kind == "exit" else f"{who} {message}.")
@@ -171,14 +170,14 @@ def _cause(found: Engine, kind: str, message: str, trace: str = "") -> None:
         sys.stderr.flush()
 
 
-def _warn_of_incomplete(found: Engine) -> None:
+def _warn_of_incomplete(engine: Engine) -> None:
     """Warn about asynchronous operations that were never waited for. Their results are lost."""
-    names = found.end.incomplete
-    if names and not found.end.unclean:  # otherwise the rank that waits gets an error
+    names = engine.end.incomplete
+    if names and not engine.end.unclean:  # otherwise the rank that waits gets an error
         shown = ", ".join(f"'{name}'" for name in names[:6])
         more = f" and {len(names) - 6} more" if len(names) > 6 else ""
         _log.warning(
-            "ringdance: %s ended its program before %d of its operations were complete: %s%s. Call "
-            "synchronize() with each handle. An operation that other ranks never submit does not complete.",
-            found.identity, len(names), shown, more,
+            "ringdance: %s ended its program with incomplete operations: %s%s. Call synchronize() with each "
+            "handle. An operation that another rank never submits does not complete.",
+            engine.identity, shown, more,
         )  # fmt: skip

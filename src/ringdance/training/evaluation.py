@@ -11,12 +11,10 @@ from ringdance.core.request import Collective
 from ringdance.data.tables.auc import counted, standard_error, won_twice
 from ringdance.errors import ArgumentError
 from ringdance.training import session
-from ringdance.training.collectives import Call
+from ringdance.training.collectives import Array, Call
 from ringdance.training.objects import allgather_json
 
 __all__ = ["BinaryScores", "TopK"]
-
-Array = np.ndarray[Any, Any]
 
 _SAMPLES = 256  # Number of scores sampled per rank to choose the ranks' ranges.
 _LEAST = 1e-15  # Probabilities are clipped to this minimum before taking the logarithm.
@@ -60,7 +58,7 @@ class TopK:
             )
         scores, labels = scores[labels >= 0], labels[labels >= 0]
         if labels.size and labels.max() >= scores.shape[1]:
-            raise ArgumentError(f"TopK.add: label {labels.max()}, but scores have {scores.shape[1]} classes.")
+            raise ArgumentError(f"TopK.add: label {labels.max()} is not one of {scores.shape[1]} classes.")
         right = scores[np.arange(len(labels)), labels]
         better = np.count_nonzero(~(scores < right[:, None]), axis=1) - 1  # Not counting itself.
         self.count += len(labels)

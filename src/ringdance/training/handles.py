@@ -32,8 +32,8 @@ def known(handle: Any) -> bool:
 def _check(handle: Any) -> None:
     if not known(handle):
         raise ArgumentError(
-            f"{handle!r} is not a handle, or it has been synchronized. The functions with _async in their "
-            "names return handles, and each handle can be synchronized once."
+            f"{handle!r} is not a handle, or it has already been synchronized. Functions with _async in "
+            "their names return handles. Each handle can be synchronized only once."
         )
 
 

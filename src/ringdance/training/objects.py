@@ -101,10 +101,6 @@ def _allgather(
         data = _pack(obj, dumps)
     except Exception as problem:
         error, data = problem, _pack(None, dumps)
-    if engine.size == 1:
-        if error is not None:
-            raise error
-        return [loads(data.data)]
     lengths = np.array([-1 if error else len(data)], np.int64)
     sizes = Call(Collective.ALLGATHER, f"{name}.sz", set_id=number).submit(engine, (lengths,))
     bytes_ = Call(Collective.ALLGATHER, f"{name}.t", set_id=number).submit(engine, (data,))

@@ -7,6 +7,7 @@ import operator
 from collections.abc import Iterable
 from typing import Any
 
+from ringdance.core.engine import Engine
 from ringdance.core.process_sets.registry import FIRST_GROUP
 from ringdance.errors import ArgumentError
 from ringdance.training import session
@@ -41,10 +42,10 @@ class ProcessSet:
             self.ranks = sorted(operator.index(rank) for rank in ranks_or_comm)
         except TypeError:
             raise ArgumentError(
-                f"ProcessSet needs ranks as integers, or an mpi4py communicator; got {ranks_or_comm!r}."
+                f"ProcessSet takes integer ranks or an mpi4py communicator, got {ranks_or_comm!r}."
             ) from None
         if len(set(self.ranks)) != len(self.ranks) or (self.ranks and self.ranks[0] < 0):
-            raise ArgumentError(f"ProcessSet({self.ranks}): use each rank once, and no negative ones.")
+            raise ArgumentError(f"ProcessSet({self.ranks}): ranks must be unique and non-negative.")
 
     def size(self) -> int | None:
         """Return the number of members, or ``None`` if the set is not registered."""
@@ -59,10 +60,7 @@ class ProcessSet:
         if self.process_set_id is None:
             return None
         engine = session.engine()
-        members = engine.members(self.process_set_id)
-        if engine.rank not in members:
-            raise ArgumentError(f"Rank {engine.rank} is not in the process set {list(members)}.")
-        return members.index(engine.rank)
+        return members_of(engine, self.process_set_id).index(engine.rank)
 
     def included(self) -> bool | None:
         """Return True if this process is a member, or ``None`` while the ranks are unknown."""
@@ -75,12 +73,10 @@ class ProcessSet:
     def __getstate__(self) -> dict[str, Any]:
         return {"ranks": self.ranks, "mpi_comm": None}  # The id is only valid in this job.
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return (
             f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks}, mpi_comm={self.mpi_comm})"
         )
-
-    __repr__ = __str__
 
 
 class _GlobalProcessSet(ProcessSet):
@@ -119,6 +115,17 @@ def set_id(process_set: ProcessSet) -> int:
     return number
 
 
+def members_of(engine: Engine, number: int) -> tuple[int, ...]:
+    """Return the ranks of a set. Raises ArgumentError if this process is not a member."""
+    members = engine.members(number)
+    if engine.rank not in members:
+        raise ArgumentError(
+            f"Rank {engine.rank} ({engine.hosts[engine.rank]}) is not a member of process set {number} with "
+            f"the ranks {list(members)}. Only members may use it. Check process_set.included() first."
+        )
+    return members
+
+
 def bound_id(process_set: ProcessSet) -> int:
     """Look up the registered set with the same ranks, and store and return its id. Raises like ``set_id``."""
     if isinstance(process_set, ProcessSet):
@@ -144,7 +151,7 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
         MismatchError: The ranks passed different sets. Raised on all ranks.
     """
     if hasattr(process_set, "Get_group") or getattr(process_set, "mpi_comm", None) is not None:
-        raise NotImplementedError("A set made from a communicator must be passed to init(process_sets=...).")
+        raise NotImplementedError("Pass a process set of a communicator to init(process_sets=...) instead.")
     engine = session.engine()
     # The engine validates the ranks, and makes the other ranks' calls fail if this call is wrong.
     number = engine.add_process_set(
@@ -166,12 +173,11 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     if number is None or number == 0:
         return False
     engine = session.engine()
-    if number not in engine.process_sets():
-        process_set.process_set_id = None
-        return False
-    engine.remove_process_set(number)
+    registered = number in engine.process_sets()
+    if registered:
+        engine.remove_process_set(number)
     process_set.process_set_id = None
-    return True
+    return registered
 
 
 def ranks_of(process_set: ProcessSet) -> tuple[int, ...]:
@@ -195,4 +201,4 @@ def bind(process_sets: list[ProcessSet]) -> None:
         ranks = ranks_of(process_set)
         process_set.process_set_id = known.get(ranks)
         if process_set.process_set_id is None:  # Not registered, or registered in a job that has ended.
-            raise KeyError(f"No process set has the ranks {list(ranks)}. Use add_process_set().")
+            raise KeyError(f"No process set has the ranks {list(ranks)}. Call add_process_set().")

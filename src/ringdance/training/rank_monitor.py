@@ -25,7 +25,7 @@ class RankMonitor:
         self._ring: Ring | None = None
         self._client: MonitorClient | None = None
         self._started = False  # True once an engine has started
-        self._killed = ""  # how the monitor that wrote the timeline was killed
+        self._killed = ""  # how this host's monitor was killed
 
     def prepare(self) -> Ring:
         """Create the ring before the ranks connect, so that a monitor started then finds all ranks' rings."""
@@ -33,7 +33,10 @@ class RankMonitor:
         return self._ring
 
     def ring(self, settings: Settings) -> Ring:
-        """Return the ring for the next engine."""
+        """Return the ring for the next engine, once all ranks have connected and so left the previous one.
+
+        Until then, the previous engine's monitor may still be reading the ring.
+        """
         ring = self.prepare()
         ring.words[Word.CLOSED] = 0
         if settings.timeline not in ("", DYNAMIC):  # From the first operation, even without a monitor.
@@ -47,14 +50,14 @@ class RankMonitor:
         if settings.timeline_steps:
             first, end = settings.timeline_steps
             engine.recorder.window = first, end, _detail(settings)
-        if engine.local_rank or not (settings.timeline or _wants_metrics(settings)):
+        metrics = bool(settings.metrics_dir or settings.metrics_port)
+        if engine.local_rank or not (settings.timeline or metrics):
             return
-        metrics = _wants_metrics(settings)
         pids = [engine.transport.identities[rank].pid for rank in engine.transport.host_group]
         try:
             client = self._client = MonitorClient(pids, metrics)
         except OSError as error:
-            _log.error("ringdance: no timeline and no metrics are written: %s", error)
+            _log.error("ringdance: no timeline or metrics will be written: %s", error)
             return
         if settings.timeline:
             _start_timeline(engine, client)
@@ -75,7 +78,7 @@ class RankMonitor:
             return
         self._killed = how
         self._client, engine.on_check = None, lambda: None
-        text = "ringdance: %s: %s; the timeline and the metrics lack what its ranks do from now on"
+        text = "ringdance: %s: %s. From now on, the timeline and the metrics lack this host's ranks."
         _log.warning(text, engine.identity.host, how)
 
     def end(self, engine: Engine) -> None:
@@ -95,8 +98,8 @@ class RankMonitor:
         """
         if not engine.settings.timeline:
             raise ArgumentError(
-                "start_timeline() must be prepared before init(): set RINGDANCE_TIMELINE=DYNAMIC "
-                "(or HOROVOD_TIMELINE)."
+                "start_timeline() needs a setting that init() reads: set RINGDANCE_TIMELINE=DYNAMIC (or "
+                "HOROVOD_TIMELINE=DYNAMIC) before init()."
             )
         self._ask(engine, lambda client: client.start(path, 2 if mark_cycles else 1))
         engine.recorder.read_detail()  # Also record the next submission, even if it precedes the next round.
@@ -116,10 +119,6 @@ class RankMonitor:
             engine.recorder.read_detail()
 
 
-def _wants_metrics(settings: Settings) -> bool:
-    return bool(settings.metrics_dir or settings.metrics_port)
-
-
 def _detail(settings: Settings) -> int:
     return 2 if settings.timeline_mark_cycles else 1
 
@@ -137,4 +136,4 @@ def _start_timeline(engine: Engine, client: MonitorClient) -> None:
             detail = None if settings.timeline_steps else _detail(settings)
             client.start(settings.timeline, detail, anew=False)
     except OSError as error:
-        _log.error("ringdance: no timeline is written: %s", error)
+        _log.error("ringdance: no timeline will be written: %s", error)

@@ -20,10 +20,8 @@ from ringdance.core.recorder import Profiler, StepMark
 from ringdance.core.transport.base import Transport
 from ringdance.core.transport.single import SingleTransport
 from ringdance.errors import ArgumentError, NotInitializedError
+from ringdance.training import startup
 from ringdance.training.ending import Process
-from ringdance.training.startup import log
-from ringdance.training.startup.engines import start_by_mpi, start_with
-from ringdance.training.startup.environment import ParentRank, export_ranks, mark_children
 
 _process = Process()
 _lock = threading.Lock()
@@ -134,7 +132,7 @@ def pause_stall_check(what: str, timeout: float = 3600.0) -> contextlib.Abstract
         ArgumentError: ``timeout`` is not positive.
     """
     if not timeout > 0:
-        raise ArgumentError(f"pause_stall_check(timeout={timeout!r}): use a number of seconds above 0.")
+        raise ArgumentError(f"pause_stall_check(timeout={timeout!r}): timeout must be greater than 0.")
     return engine().pause_stall_check(str(what), timeout) if is_initialized() else contextlib.nullcontext()
 
 
@@ -159,7 +157,7 @@ def init(comm: Any = None, transport: tuple[int, Callable[..., Transport]] | Non
     with _lock:
         if is_initialized():
             return
-        parent = ParentRank.find()
+        parent = startup.ParentRank.find()
         if parent is not None and (transport is None or parent.place["size"] > 1):
             outside = parent.outside_engine(settings_module.load())
             if transport is not None:
@@ -181,13 +179,13 @@ def _join(comm: Any, transport: tuple[int, Callable[..., Transport]] | None) -> 
     settings = settings_module.load()
     if "horovod" in sys.modules and settings.origin("deadlock_time") == "default":
         settings = replace(settings, deadlock_time=0.0)  # Horovod warns and waits forever
-    log.configure(settings)
+    startup.configure_log(settings)
     _process.transport = transport
     if transport is None:
-        joined = start_by_mpi(comm, settings, _process.monitor)
+        joined = startup.start_by_mpi(comm, settings, _process.monitor)
         _process.mpi |= not isinstance(joined.transport, SingleTransport)
     else:
-        joined = start_with(*transport, settings, _process.monitor)
+        joined = startup.start_with(*transport, settings, _process.monitor)
     _process.engine = joined
     _process.comm, _process.unseen = comm, None
     with contextlib.suppress(OSError, KeyError):  # for host/site/sitecustomize.py
@@ -200,8 +198,8 @@ def _join(comm: Any, transport: tuple[int, Callable[..., Transport]] | None) -> 
 
         _process.tuner = tuner_of(joined)
     if _process.mpi:
-        export_ranks(joined)
-    mark_children(joined, by_mpi=transport is None)
+        startup.export_ranks(joined)
+    startup.mark_children(joined, by_mpi=transport is None)
     if not _process.pid:
         _process.watch()
     _process.pid = os.getpid()

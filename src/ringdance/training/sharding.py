@@ -25,12 +25,9 @@ from ringdance.data.order import SEEDS, Indices, block, permutation
 from ringdance.errors import ArgumentError, MismatchError
 from ringdance.training import session
 from ringdance.training.objects import allgather_json
-from ringdance.training.process_sets import ProcessSet, global_process_set, set_id
+from ringdance.training.process_sets import ProcessSet, global_process_set, members_of, set_id
 
 __all__ = ["Shard", "shard"]
-
-ENDS = ("pad", "drop", "join")
-LAYOUTS = ("strided", "contiguous")
 
 
 class Shard:
@@ -63,8 +60,8 @@ class Shard:
         self.length = _whole("length", length)
         self.shuffle = bool(shuffle)
         self.seed = _whole("seed", seed, SEEDS)
-        if layout not in LAYOUTS:
-            raise ArgumentError(f"layout={layout!r} is not a layout. Use 'strided' or 'contiguous'.")
+        if layout not in ("strided", "contiguous"):
+            raise ArgumentError(f"layout={layout!r} is invalid. Use 'strided' or 'contiguous'.")
         self.ends = ends
         self.layout = layout
         self.epoch = 0
@@ -73,7 +70,10 @@ class Shard:
         }  # fmt: skip
         self.rank, self.size = check_plan(ends, same, process_set, rank, size)
         if ends == "drop" and 0 < self.length < self.size:
-            raise ArgumentError(too_few(self.length, self.size))
+            raise ArgumentError(
+                f"ends='drop' would skip all samples: there are {self.length} for {self.size} ranks. Use "
+                "'pad' or 'join', or start fewer ranks."
+            )
 
     def set_epoch(self, epoch: int) -> None:
         """Select the epoch, which determines the order. Call this before each epoch, equally on all ranks."""
@@ -118,7 +118,7 @@ class Shard:
         """
         for array in arrays:
             if len(array) != self.length:
-                raise ArgumentError(f"take: an array has {len(array)} rows, the data set has {self.length}.")
+                raise ArgumentError(f"take: an array has {len(array)} rows instead of {self.length}.")
         indices = self.indices()
         rows = tuple([array[indices] for array in arrays])
         return rows[0] if len(rows) == 1 else rows
@@ -152,7 +152,7 @@ def shard(
     if not isinstance(data, int | np.integer):
         numbered = hasattr(data, "__getitem__") and hasattr(data, "__len__")
         if not numbered or isinstance(data, str | bytes | tuple | Mapping):
-            kinds = "a data set, one array (of a tuple or dict of several), or the number of samples"
+            kinds = "a data set, a single array (for a tuple or dict of arrays), or the number of samples"
             raise ArgumentError(f"shard(): a {type(data).__name__} has no numbered samples. Pass {kinds}.")
         data = len(data)
     return Shard(data, ends=ends, shuffle=shuffle, seed=seed, layout=layout, process_set=process_set)
@@ -163,14 +163,6 @@ def total_of(length: int, size: int, ends: str) -> int:
     if ends == "join" or not length:
         return length
     return length // size * size if ends == "drop" else -(-length // size) * size
-
-
-def too_few(length: int, size: int) -> str:
-    """Return the error message for "drop" if it would leave no samples."""
-    return (
-        f"ends='drop' would leave nothing: {length} samples for {size} ranks. Use 'pad' or 'join', or "
-        "fewer ranks."
-    )
 
 
 def check_plan(
@@ -190,14 +182,14 @@ def check_plan(
         ArgumentError: ``ends`` is unknown, "join" is used on a process set, or rank or size is wrong.
         MismatchError: Arguments differ. Raised on all ranks.
     """
-    if ends not in ENDS:
+    if ends not in ("pad", "drop", "join"):
         raise ArgumentError(
             f"ends={ends!r}: choose what happens if the samples cannot be divided evenly: 'pad' (some are "
             "repeated), 'drop' (some are skipped) or 'join' (some ranks have one more, and the "
             "others call join())."
         )
     if ends == "join" and process_set is not global_process_set:
-        raise ArgumentError("ends='join' needs all ranks, as join() does. On a set use 'pad' or 'drop'.")
+        raise ArgumentError("ends='join' needs all ranks, like join(). For subsets, use 'pad' or 'drop'.")
     if (rank is None) != (size is None):
         raise ArgumentError("Pass both rank and size, or neither.")
     if rank is not None and size is not None:
@@ -206,9 +198,7 @@ def check_plan(
             raise ArgumentError(f"rank={rank} is out of range for {size} ranks. Use 0 to {size - 1}.")
         return rank, size
     engine = session.engine()
-    members = engine.members(set_id(process_set))
-    if engine.rank not in members:
-        raise ArgumentError(f"Rank {engine.rank} is not in the process set {list(members)}.")
+    members = members_of(engine, set_id(process_set))
     _compare(same, process_set, members)
     return members.index(engine.rank), len(members)
 
@@ -223,8 +213,8 @@ def _compare(same: dict[str, Any], process_set: ProcessSet, members: tuple[int, 
         if any(value != values[0] for value in values):
             shown = ", ".join(f"rank {rank}: {value!r}" for rank, value in zip(members, values, strict=True))
             raise MismatchError(
-                f"shard(): {name} differs between the ranks ({shown}). Samples would be missed or seen "
-                "twice. Pass the same on all ranks."
+                f"shard(): {name} differs between the ranks ({shown}). Samples would be skipped or "
+                "used twice. Pass the same value on all ranks."
             )
 
 
@@ -235,5 +225,5 @@ def _whole(name: str, value: Any, end: int | None = None) -> int:
         number = -1
     if isinstance(value, (bool, np.bool_)) or number < 0 or (end is not None and number >= end):
         limit = "" if end is None else f" and below {end}"
-        raise ArgumentError(f"{name}={value!r} must be an integer, not negative{limit}.")
+        raise ArgumentError(f"{name}={value!r} must be a non-negative integer{limit}.")
     return number

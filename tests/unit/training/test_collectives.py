@@ -64,6 +64,12 @@ def test_what_is_not_linear_has_no_gradient(name: str) -> None:
         call.backward(ranks(4))
 
 
+@pytest.mark.parametrize("kind", [Collective.BARRIER, Collective.TUNE])
+def test_a_collective_without_a_rule_has_no_gradient(kind: Collective) -> None:
+    with pytest.raises(NotImplementedError, match=f"does not define a gradient for {kind.name}"):
+        Call(kind).backward(ranks(2))
+
+
 def test_equal_arguments_give_one_call() -> None:
     arguments = "x", None, None, 1.0, 1.0, global_process_set
     first = reduction(Collective.ALLREDUCE, *arguments)

@@ -21,9 +21,9 @@ from ringdance.settings import Settings
 from ringdance.training.collectives import Call, join
 from ringdance.training.gradients.exchange import STEPS, GradientExchange, Mode
 from ringdance.training.gradients.fast_path import DifferentStepsError, FastPath
+from ringdance.training.gradients.overlap import OVERLAP
 from ringdance.training.gradients.source import DENSE
 from ringdance.training.process_sets import add_process_set
-from ringdance.training.tuning.tunables import tunables
 
 AVERAGE = ReduceOp.AVERAGE
 Average = Callable[[list[Array], Array], None]
@@ -242,9 +242,9 @@ def test_a_tuner_leaves_the_overlap_of_other_sets() -> None:
         ours = [GradientExchange(Gradients("float32"), [name]) for name in "ab"]
         if engine.rank < 2:
             ours.append(GradientExchange(Gradients("float32"), ["c"], process_set=some))
-        assert tunables["overlap"].get() == 0
-        tunables["overlap"].set(1)
-        assert tunables["overlap"].get() == 1
+        assert OVERLAP.get() == 0
+        OVERLAP.set(1)
+        assert OVERLAP.get() == 1
         return tuple(exchange.wants_overlap for exchange in ours)
 
     assert job(3, program) == [(True, True, False)] * 2 + [(True, True)]

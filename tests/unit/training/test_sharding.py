@@ -63,7 +63,7 @@ def test_every_sample_once(way: tuple[str, str, bool]) -> None:
     ends, layout, shuffle = way
     for length, size in itertools.product(LENGTHS, SIZES):
         if ends == "drop" and 0 < length < size:
-            with pytest.raises(ArgumentError, match="would leave nothing"):
+            with pytest.raises(ArgumentError, match="would skip all samples"):
                 shares(length, size, ends=ends)
             continue
         found = shares(length, size, ends=ends, layout=layout, shuffle=shuffle, seed=3)
@@ -104,7 +104,7 @@ def test_rows_of_arrays() -> None:
     assert second.tolist() == [3, 4, 5]
     assert first.tolist() == x[3:6].tolist()
     assert share.take(y).tolist() == [3, 4, 5]
-    with pytest.raises(ArgumentError, match="6 rows, the data set has 7"):
+    with pytest.raises(ArgumentError, match="6 rows instead of 7"):
         share.take(y[1:])
 
 
@@ -122,7 +122,7 @@ def test_rows_of_arrays() -> None:
         ({"rank": 2}, "rank=2 is out of range for 2 ranks"),
         ({"rank": -1}, "rank=-1"),
         ({"size": None}, "both rank and size"),
-        ({"ends": "join", "process_set": ProcessSet([0])}, "On a set use 'pad' or 'drop'"),
+        ({"ends": "join", "process_set": ProcessSet([0])}, "For subsets, use 'pad' or 'drop'"),
     ],
 )
 def test_wrong_arguments(options: dict[str, object], message: str) -> None:
@@ -165,7 +165,7 @@ def test_the_ranks_of_a_set() -> None:
     def program(engine: object) -> list[int]:
         some = add_process_set([0, 2])
         if engine.rank == 1:  # type: ignore[attr-defined]
-            with pytest.raises(ArgumentError, match=r"Rank 1 is not in the process set \[0, 2\]"):
+            with pytest.raises(ArgumentError, match=r"Rank 1 .* is not a member .* with the ranks \[0, 2\]"):
                 shard(5, ends="pad", process_set=some)
             return []
         return list(shard(5, ends="pad", process_set=some))

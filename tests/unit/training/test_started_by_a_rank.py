@@ -13,8 +13,7 @@ import pytest
 import ringdance.numpy
 from ringdance.errors import NotInitializedError
 from ringdance.settings.names import STARTED_BY
-from ringdance.training import basics, session
-from ringdance.training.startup import environment
+from ringdance.training import basics, session, startup
 
 
 @pytest.fixture
@@ -30,12 +29,12 @@ def environ(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
 def mark(by_mpi: bool = True, size: int = 4) -> None:
     place = {"local_rank": 0, "local_size": 2, "cross_rank": 1, "cross_size": 2}
     engine: Any = SimpleNamespace(rank=2 if size > 1 else 0, size=size, **place)
-    environment.mark_children(engine, by_mpi)
+    startup.mark_children(engine, by_mpi)
 
 
 def test_a_child_answers_for_its_rank_and_refuses_collectives(environ: pytest.MonkeyPatch) -> None:
     mark()
-    assert environment.ParentRank.find() is None  # the rank itself
+    assert startup.ParentRank.find() is None  # the rank itself
     rank = os.getpid()
     environ.setattr(os, "getpid", lambda: rank + 1)
     basics.init()
@@ -67,7 +66,7 @@ def test_a_rank_of_another_job_is_one(
     rank = os.getpid()
     environ.setattr(os, "getpid", lambda: rank + 1)
     environ.setenv(name, "7")
-    assert (environment.ParentRank.find() is None) == another_job
+    assert (startup.ParentRank.find() is None) == another_job
 
 
 def test_a_job_of_one_process_leaves_its_children_alone(environ: pytest.MonkeyPatch) -> None:

@@ -19,11 +19,10 @@ from sampled import sampled
 from ringdance.core.engine import Engine
 from ringdance.core.request import Collective, Description, ReduceOp, Request
 from ringdance.host.limits import usable_cores
-from ringdance.settings import Settings, load
-from ringdance.training.startup.engines import COMMON
+from ringdance.settings import SETTINGS, Settings, load
 from ringdance.training.tuning import autotune, dimensions, tuned
+from ringdance.training.tuning.dimensions import Tunable
 from ringdance.training.tuning.search import Dimension, Measured, Outcome, Point, Search, Trial
-from ringdance.training.tuning.tunables import Tunable
 
 SIZES = (1, 9000, 7, 20_000, 3000)
 HOSTS = [None, ("a", "a", "b")]
@@ -234,8 +233,9 @@ def test_a_search_that_finds_nothing_leaves_all_as_it_was(
 def test_ranks_of_different_settings_tune_alike(first: dict[str, str], others: dict[str, str]) -> None:
     common = {"RINGDANCE_AUTOTUNE": "1", "RINGDANCE_SMALL_BYTES": "64"}
     settings = [load({**common, **own}) for own in (first, others, others)]
-    for name in COMMON:
-        assert len({getattr(loaded, name) for loaded in settings}) == 1  # a job with such settings starts
+    for setting in SETTINGS:
+        same = len({getattr(loaded, setting.name) for loaded in settings}) == 1
+        assert same or not setting.common  # a job with such settings starts
 
     def rank(transport: Any) -> tuple[int, Any, dict[str, float]]:
         engine = Engine(transport, settings[transport.rank])
@@ -345,7 +345,7 @@ def test_ranks_that_join_end_the_search(capsys: Any) -> None:
         return wrong
 
     assert job(3, program, Settings(autotune=True, small_bytes=64)) == [0, 0, 0]
-    assert "a rank has joined" in capsys.readouterr().err
+    assert "a rank has called join()" in capsys.readouterr().err
 
 
 def test_a_join_of_all_ranks_while_it_waits(capsys: Any) -> None:

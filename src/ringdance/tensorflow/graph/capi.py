@@ -17,8 +17,8 @@ from ringdance.core.exchange import aligned_empty
 from ringdance.errors import ArgumentError
 from ringdance.tensorflow.errors import code_of
 from ringdance.tensorflow.graph.c_functions import library
+from ringdance.training.collectives import array_at
 from ringdance.training.elastic import remember
-from ringdance.training.memory import array_at
 
 Array = np.ndarray[Any, Any]
 

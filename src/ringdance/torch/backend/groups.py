@@ -21,7 +21,7 @@ from ringdance.core.process_sets.registry import FIRST_GROUP
 from ringdance.errors import ArgumentError
 from ringdance.settings.names import LAUNCH_PREFIX
 from ringdance.training import basics, session
-from ringdance.training.startup.engines import launched_size
+from ringdance.training.startup import launched_size
 
 _prefixed: Any = vars(dist)["PrefixStore"]
 _attempt = ""  # Name of this process's part of the store.

@@ -9,16 +9,14 @@ see reduced gradients on all ranks. If a rank has no such pass in a step, it exc
 ``finish_exchange()``, which the optimizer's step calls.
 
 What: each rank sends a mask of the gradients it computed. A gradient that any rank has is reduced on all
-ranks, with zeros where it is missing. A gradient that no rank has is left alone, so the optimizer skips it as
-it would in a single process.
+ranks, with zeros where it is missing. A gradient that no rank has is left alone, so the optimizer skips it.
 
 How: in buckets (Note [Buckets]). If all ranks repeatedly compute the same gradients, they stop sending masks.
 See ``Mode`` and ``fast_path``.
 
-Checks: in a step, all ranks must complete the same number of passes that involve this optimizer's parameters,
-or none.
-The mask carries the step number and a digest of the parameter names (Note [Mask]). If either differs, all
-ranks raise the same error.
+Checks: in a step, each rank must complete the same number of passes that involve this optimizer's parameters,
+or none. The mask carries the step number and a digest of the parameter names (Note [Mask]). If either
+differs, all ranks raise the same error.
 
 Recomputed gradients: a gradient may be computed again after it was reduced (two losses, one optimizer).
 Average remains correct, because the mean of (reduced + new) is reduced + mean of new. Other operations raise.
@@ -52,42 +50,19 @@ from ringdance.training.gradients.mask import STEPS, Deviation, DifferentStepsEr
 from ringdance.training.gradients.options import check_passes, scales_of
 from ringdance.training.gradients.source import GradientSource
 from ringdance.training.process_sets import ProcessSet, bind, global_process_set, set_id
-from ringdance.training.tuning.tunables import Tunable, tunables
 
 # Number of exchanges with the same parameter names and ranks. Used to make the exchanges' names unique.
 _seen: weakref.WeakKeyDictionary[Any, Counter[tuple[str, tuple[int, ...]]]] = weakref.WeakKeyDictionary()
-_exchanges: weakref.WeakSet[GradientExchange] = weakref.WeakSet()
-
-
-def _of_all_ranks() -> list[GradientExchange]:
-    engine = session.engine()
-    return [exchange for exchange in list(_exchanges) if exchange.engine is engine and exchange.set_id == 0]
+exchanges: weakref.WeakSet[GradientExchange] = weakref.WeakSet()
+"""The exchanges of this process. Loopback ranks share it."""
 
 
 def forget_all() -> None:
     """Make all exchanges on this rank discard a failed step and its gradients."""
     engine = session.engine() if session.is_initialized() else None
-    for exchange in list(_exchanges):
+    for exchange in list(exchanges):
         if exchange.engine is engine and (exchange.state.passes or 1 in exchange.state.computed):
             exchange.abandon()
-
-
-def _overlaps() -> int | None:
-    """Return 1 if this rank's exchanges in the global set should overlap, 0 if not, and None if fixed."""
-    exchanges = _of_all_ranks()
-    free = all(item.early and item.passes == 1 and not item.source.on_device for item in exchanges)
-    if not exchanges or not free or exchanges[0].engine.settings.overlap != "auto":
-        return None
-    return int(any(exchange.wants_overlap for exchange in exchanges))
-
-
-def _set_overlap(value: int) -> None:
-    for exchange in _of_all_ranks():
-        if exchange.early and not exchange.source.on_device:
-            exchange.choose_overlap(bool(value))
-
-
-tunables["overlap"] = Tunable(_overlaps, _set_overlap, lambda: 1)
 
 
 class Mode(Enum):
@@ -153,7 +128,7 @@ class GradientExchange:
         self._scales = scales_of(operation, predivide)
         self._groups = groups
         self._overlap_changed = False
-        _exchanges.add(self)
+        exchanges.add(self)
         self._digest = digest_of("\0".join(names)).hex()  # Unchanged when names are added: see extend.
         self._join()
 
@@ -241,10 +216,10 @@ class GradientExchange:
         if state.reduced[index] and self.operation is not ReduceOp.AVERAGE:
             raise AssertionError(
                 f"The gradient of {self.names[index]} was computed again, or replaced, after it had been "
-                "reduced. Only op=Average allows that. Call optimizer.step() or optimizer.zero_grad() after "
-                f"each {self.passes} backward passes, or set backward_passes_per_step to the number you "
-                "make. Change reduced gradients in place, or call step() within skip_synchronize(). To "
-                "replace local gradients, set reduce_in_backward=False."
+                "reduced. Only op=Average allows that. Call optimizer.step() or zero_grad() after each "
+                f"exchange, or set backward_passes_per_step (now {self.passes}) to the number of passes per "
+                "step. Change reduced gradients in place, or call step() in skip_synchronize(). To replace "
+                "local gradients, set reduce_in_backward=False."
             )
         if not state.computed[index]:
             state.computed[index] = 1
@@ -325,10 +300,11 @@ class GradientExchange:
             if not isinstance(error, DifferentStepsError):
                 raise
             raise MismatchError(
-                f"Gradients of different steps were exchanged together: rank {self.engine.rank} is in step "
-                f"{self.step}, {error}. Some made more backward passes than others before optimizer.step(). "
-                "Make the same number on all ranks (a pass may skip parameters), replace gradients after a "
-                "pass on all ranks or none, or set reduce_in_backward=False, which exchanges once, in step()."
+                f"Gradients from different steps were exchanged together: rank {self.engine.rank} is in step "
+                f"{self.step}, {error}. Some ranks made more backward passes than others before "
+                "optimizer.step(). Make the same number on all ranks (a pass may skip parameters), replace "
+                "gradients after a pass on all ranks or none, or exchange only in step(), with "
+                "reduce_in_backward=False."
             ) from None
         # Parameters that are never reduced, such as frozen ones, may differ between ranks.
         if weights.due(self.engine, self.set_id, self.name, 2, anew=len(self._trained) > known):
@@ -412,7 +388,7 @@ class GradientExchange:
 
     def close(self) -> None:
         """Free device resources after the optimizer is gone. Thread: script, or one that collects garbage."""
-        _exchanges.discard(self)
+        exchanges.discard(self)
         self.source.close_direct()
 
     def abandon(self) -> None:

@@ -96,8 +96,7 @@ class FastPath:
 
     def refuse(self) -> None:
         """Make the exchange without a mask fail on the ranks that attempt it."""
-        message = "it computed different gradients than before. All ranks exchange masks now."
-        self._call.refuse(self._engine, message)
+        self._call.refuse(self._engine, "it computed different gradients than in the previous steps.")
 
     def back_off(self) -> None:
         """Exchange by the mask, for more steps than last time."""

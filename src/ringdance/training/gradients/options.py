@@ -22,7 +22,7 @@ def scales_of(operation: ReduceOp, predivide: float) -> tuple[float, float]:
     if predivide == 1.0:
         return 1.0, 1.0
     if operation is not ReduceOp.AVERAGE:
-        raise ArgumentError("gradient_predivide_factor needs op=Average.")
+        raise ArgumentError("gradient_predivide_factor requires op=Average.")
     return 1.0 / predivide, predivide
 
 

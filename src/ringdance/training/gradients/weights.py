@@ -198,11 +198,11 @@ def _report(engine: Engine, call: Call, parameter: str, value: Array, advice: st
     ]
     text = (
         f"The ranks' models differ, so each rank trains its own: an element of {parameter!r} is {where[0]} "
-        f"and {where[1]}. Copy the weights and the optimizer's state of one rank to all others before they "
-        f"train and wherever a rank sets them later (from a checkpoint, in a new layer): {advice}. The "
-        "learning rate and other options of the optimizer must also be equal on all ranks."
+        f"and {where[1]}. Copy the weights and the optimizer's state from one rank to all others before "
+        "training, and whenever a rank sets them later (from a checkpoint or in a new layer): "
+        f"{advice}. The learning rate and other optimizer options must also be equal on all ranks."
     )
     if engine.settings.check_weights == "error":
         raise MismatchError(text)
     if engine.rank == members[0]:
-        _log.warning("ringdance: %s (RINGDANCE_CHECK_WEIGHTS=error stops then, =off skips the check.)", text)
+        _log.warning("ringdance: %s (RINGDANCE_CHECK_WEIGHTS=error raises this, =off skips the check.)", text)

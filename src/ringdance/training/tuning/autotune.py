@@ -34,9 +34,8 @@ from ringdance.errors import RingdanceError
 from ringdance.host.files import open_at_once
 from ringdance.host.limits import usable_cores
 from ringdance.training.tuning import tuned
-from ringdance.training.tuning.dimensions import dimensions_of
+from ringdance.training.tuning.dimensions import dimensions_of, tunables
 from ringdance.training.tuning.search import Dimension, Measured, Outcome, Search, Trial
-from ringdance.training.tuning.tunables import tunables
 
 _log = logging.getLogger("ringdance")
 
@@ -54,14 +53,11 @@ _kept: list[dict[str, Any]] = []  # results of this process, which a restarted j
 
 
 def tuner_of(engine: Engine) -> Autotuner | None:
-    """Create and start the tuner of this rank's engine. Returns None if the settings do not ask for one."""
-    settings = engine.settings
-    if not (settings.autotune or settings.tuned):
-        return None
-    why = "in a job of one rank" if engine.size == 1 else "in deterministic mode" * settings.deterministic
-    if why:
+    """Create and start the tuner of this rank's engine. Returns None if nothing can be tuned in this job."""
+    if engine.size == 1 or engine.settings.deterministic:
         if not engine.rank:
-            _log.warning("ringdance: autotune is off %s. The settings stay as they are.", why)
+            where = "in a job of one rank" if engine.size == 1 else "in deterministic mode"
+            _log.warning("ringdance: autotune is off %s. The settings stay as they are.", where)
         return None
     tuner = Autotuner(engine)
     engine.on_step = tuner.on_step
@@ -118,7 +114,7 @@ class Autotuner:
         trial = self._trial  # read once: another thread may execute the request
         if trial is not self._seen or self.done:  # this step's exchange already used the new values
             self._seen, self._skip, self._done, self._work = trial, trial.skip, [], None
-            self._apply()
+            self._give({name: int(self.values.get(name, own)) for name, own in self._own.items()})
         if self.done:
             self._finish()
         elif self._skip > 0:
@@ -130,9 +126,6 @@ class Autotuner:
             self._done.append((now[0] - last[0], now[1] - last[1], now[2] - last[2]))
         if len(self._done) >= trial.steps and not self.done and (again or self._work is None):
             self._submit(self._measured() if self._run else self._hello())
-
-    def _apply(self) -> None:
-        self._give({name: int(self.values.get(name, own)) for name, own in self._own.items()})
 
     def restore(self) -> None:
         """Restore the tunables that are not the engine's, because this rank leaves the job."""
@@ -212,7 +205,7 @@ class Autotuner:
         if not all(payloads):
             if self._search is not None:
                 self._take(self._search.start)
-            self._stop("a rank has joined, which ends the search. The settings stay as they are.")
+            self._stop("a rank has called join(), which ends the search. The settings stay as they are.")
         else:
             answers = [json.loads(payload) for payload in payloads]
             if self._run is None:
@@ -265,7 +258,6 @@ class Autotuner:
             self._end(end.value)
 
     def _next(self, trial: Trial) -> None:
-        assert self._search is not None
         self._take(trial.point)
         self._trial = trial
 
@@ -319,7 +311,8 @@ class Autotuner:
         if self.engine.rank:
             return
         if self._said:
-            self._say(self._said)
+            with contextlib.suppress(OSError, ValueError):  # stderr may be closed
+                print(f"ringdance autotune: {self._said}", file=sys.stderr, flush=True)
         if self.settings.autotune_log:
             try:
                 self._write(self.settings.autotune_log)
@@ -334,11 +327,6 @@ class Autotuner:
         if not self.done and self.settings.autotune:
             self._said = "the job ended before the search did (it takes up to 280 steps). Nothing was tuned."
         self._finish()
-
-    @staticmethod
-    def _say(text: str) -> None:
-        with contextlib.suppress(OSError, ValueError):  # stderr may be closed
-            print(f"ringdance autotune: {text}", file=sys.stderr, flush=True)
 
     def _write(self, path: str) -> None:
         search, settings = self._search, self.settings

@@ -1,14 +1,35 @@
-"""Decide what can be tuned in a job and which values to try."""
+"""Decide what can be tuned in a job and which values to try.
+
+Besides the engine's values, the tuner can change those that a binding adds to ``tunables``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from ringdance.training.tuning.search import Dimension
 
 _CYCLES = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0)
 _SKIPS = {"overlap": 4}  # Steps until the fast path for gradients is available again.
+
+
+class Tunable(NamedTuple):
+    """A value of this process that can be tuned between two steps.
+
+    Attributes:
+        get: Returns the value, a number, or None if this process has no choice.
+        set: Changes the value from the next step on. Called on the thread that ends a step.
+        most: Returns the largest value to try.
+    """
+
+    get: Callable[[], int | None]
+    set: Callable[[int], None]
+    most: Callable[[], int]
+
+
+tunables: dict[str, Tunable] = {}
+"""Tunables by name: ``overlap`` (0 or 1) and ``threads``."""
 
 
 def dimensions_of(

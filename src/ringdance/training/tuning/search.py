@@ -250,16 +250,13 @@ class Search:
             if verdict or self._spent():
                 break
         if not verdict:
-            difference, error = self._estimate(candidate)
+            difference, error = compare(self._recent(self.best), self._recent(candidate))
             verdict = "better" if difference < -max(_WORTH, error) else "unclear"
         if verdict == "worse":
             self._worse.add(candidate)
         point, times, _ = self.history[-1]
         self.history[-1] = point, times, verdict
         return verdict
-
-    def _estimate(self, candidate: Point) -> Estimate:
-        return compare(self._recent(self.best), self._recent(candidate))
 
     def _verdict(self, candidate: Point) -> str:
         """Return the verdict, or "" if uncertain. A single peak must not decide a short first look."""

@@ -18,7 +18,7 @@ VALUES = {
 """Values that a result can have, with their minimum and maximum."""
 _OF_JOB = {
     "ranks": "ranks", "hosts": "hosts", "ranks_per_host": "ranks per host", "cores": "cores of the hosts",
-    "gradients": "gradients", "bytes": "bytes of the gradients", "digest": "names or shapes of the gradients",
+    "gradients": "gradients", "bytes": "bytes of the gradients",
 }  # fmt: skip
 
 
@@ -68,13 +68,9 @@ def read(path: str) -> dict[str, Any]:
         raise ValueError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(content, dict) or "ringdance_tuned" not in content:
         raise ValueError(f"{path} was not written by `ringdance run --autotune --autotune-log-file`")
-    values: Any = content.get("values")
-    if (
-        not isinstance(values, dict)
-        or not isinstance(content.get("job"), dict)
-        or not values.keys() <= VALUES.keys()
-    ):
-        raise ValueError(f'{path}: "values" must only have numbers for {", ".join(VALUES)}')
+    job, values = content.get("job"), content.get("values")
+    if not (isinstance(job, dict) and isinstance(values, dict) and values.keys() <= VALUES.keys()):
+        raise ValueError(f'{path}: "values" may only contain numbers for {", ".join(VALUES)}')
     for name, value in values.items():
         least, most = VALUES[name]
         if not (isinstance(value, int | float) and least <= value <= most):
@@ -84,15 +80,12 @@ def read(path: str) -> dict[str, Any]:
 
 def differences(job: Mapping[str, Any], here: Mapping[str, Any]) -> str:
     """Describe how a result's job differs from the running one. Returns "" if they are the same."""
-    reasons = list[str]()
-    for name, words in _OF_JOB.items():
-        if job.get(name) == here[name]:
-            continue
-        if name == "digest":
-            if not reasons:
-                reasons.append(f"different {words}")
-        else:
-            reasons.append(f"{words}: {_text(job.get(name))} in the file, {_text(here[name])} here")
+    reasons = [
+        f"{words}: {_text(job.get(name))} in the file, {_text(here[name])} here"
+        for name, words in _OF_JOB.items() if job.get(name) != here[name]
+    ]
+    if not reasons and job.get("digest") != here["digest"]:
+        return "different names or shapes of the gradients"
     return "; ".join(reasons)
 
 

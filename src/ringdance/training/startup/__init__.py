@@ -1,1 +1,0 @@
-"""The steps of ``init()``, which ``session`` takes in order."""
