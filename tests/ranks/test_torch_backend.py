@@ -582,8 +582,8 @@ def wrong_on_one_rank() -> dict[str, tuple[str, Callable[[], Any]]]:
     first, whole, premul = torch.ones(2), torch.ones(2 * SIZE), dist._make_nccl_premul_sum(2.0)
     return {
         "dtype": ("NumPy has no such type", lambda: dist.all_reduce(first.to(torch.float8_e4m3fn))),
-        "operation": ("lacks PREMUL_SUM", lambda: dist.all_reduce(first, premul)),
-        "bits": ("lacks BAND", lambda: dist.all_reduce(first.int(), dist.ReduceOp.BAND)),
+        "operation": ("not by PREMUL_SUM", lambda: dist.all_reduce(first, premul)),
+        "bits": ("not by BAND", lambda: dist.all_reduce(first.int(), dist.ReduceOp.BAND)),
         "root": ("7 does not", lambda: dist.broadcast(first, 7)),
         "root of reduce": ("7 does not", lambda: WORLD.reduce([first], _options(dist.ReduceOptions, 7))),
         "root of gather": (
@@ -594,7 +594,7 @@ def wrong_on_one_rank() -> dict[str, tuple[str, Callable[[], Any]]]:
         "type of the sum": ("has dtype torch.int32", lambda: dist.reduce_scatter_tensor(
             torch.empty(2, dtype=torch.int32), whole, dist.ReduceOp.MAX)),
         "sizes": ("cannot be divided", lambda: dist.reduce_scatter_tensor(torch.empty(3), whole)),
-        "gathered": ("is not", lambda: dist.all_gather_into_tensor(torch.empty(2 * SIZE + 1), first)),
+        "gathered": ("but needs", lambda: dist.all_gather_into_tensor(torch.empty(2 * SIZE + 1), first)),
         "splits": ("do not add up", lambda: WORLD.all_to_all_single(whole, whole, [1] * SIZE, [2] * SIZE)),
         "sparse": ("only by SUM", lambda: dist.all_reduce(first.to_sparse(), dist.ReduceOp.MAX)),
         "complex": ("Sum and Average", lambda: dist.reduce(first.cfloat(), 0, dist.ReduceOp.MAX)),
