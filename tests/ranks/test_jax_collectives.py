@@ -173,12 +173,12 @@ def test_errors_are_seen_on_all_ranks_and_work_goes_on() -> None:
         hvd.allgather(jnp.float32(1))
 
 
-@pytest.mark.ranks(3, 4)
 def test_an_unknown_kind_of_collective_is_an_internal_error() -> None:
     with pytest.raises(AssertionError, match="does not support the collective BARRIER"):
         operations._shapes(Call(Collective.BARRIER), [jnp.zeros(3)])
 
 
+@pytest.mark.ranks(3, 4)
 def test_process_sets() -> None:
     some = hvd.add_process_set([0, SIZE - 1])
     try:
