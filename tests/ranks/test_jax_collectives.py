@@ -14,8 +14,10 @@ import pytest
 from other_settings import other_settings
 
 import ringdance.jax as hvd
+from ringdance.core.request import Collective
 from ringdance.errors import ArgumentError, MismatchError
-from ringdance.jax import ffi
+from ringdance.jax import ffi, operations
+from ringdance.training.collectives import Call
 
 hvd.init()
 RANK, SIZE = hvd.rank(), hvd.size()
@@ -169,6 +171,11 @@ def test_errors_are_seen_on_all_ranks_and_work_goes_on() -> None:
         jax.jit(lambda x: hvd.alltoall(x, splits=[1] * SIZE))(mine())
     with pytest.raises(ArgumentError, match="one dimension"):
         hvd.allgather(jnp.float32(1))
+
+
+def test_an_unknown_kind_of_collective_is_an_internal_error() -> None:
+    with pytest.raises(AssertionError, match="does not support the collective BARRIER"):
+        operations._shapes(Call(Collective.BARRIER), [jnp.zeros(3)])
 
 
 @pytest.mark.ranks(3, 4)

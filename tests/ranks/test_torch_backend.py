@@ -40,7 +40,7 @@ if "TORCHELASTIC_RUN_ID" in os.environ:  # under torchrun
     if hosts := os.environ.get("HOSTS_OF_RANKS"):
         from ringdance.torch.backend import gloo
 
-        gloo._host_of_this_process = lambda: hosts.split()[int(os.environ["RANK"])]
+        gloo.host_and = lambda _: hosts.split()[int(os.environ["RANK"])]
     dist.init_process_group("ringdance")
 else:
     hvd.init()
@@ -582,8 +582,8 @@ def wrong_on_one_rank() -> dict[str, tuple[str, Callable[[], Any]]]:
     first, whole, premul = torch.ones(2), torch.ones(2 * SIZE), dist._make_nccl_premul_sum(2.0)
     return {
         "dtype": ("NumPy has no such type", lambda: dist.all_reduce(first.to(torch.float8_e4m3fn))),
-        "operation": ("lacks PREMUL_SUM", lambda: dist.all_reduce(first, premul)),
-        "bits": ("lacks BAND", lambda: dist.all_reduce(first.int(), dist.ReduceOp.BAND)),
+        "operation": ("not by PREMUL_SUM", lambda: dist.all_reduce(first, premul)),
+        "bits": ("not by BAND", lambda: dist.all_reduce(first.int(), dist.ReduceOp.BAND)),
         "root": ("7 does not", lambda: dist.broadcast(first, 7)),
         "root of reduce": ("7 does not", lambda: WORLD.reduce([first], _options(dist.ReduceOptions, 7))),
         "root of gather": (
@@ -594,9 +594,9 @@ def wrong_on_one_rank() -> dict[str, tuple[str, Callable[[], Any]]]:
         "type of the sum": ("has dtype torch.int32", lambda: dist.reduce_scatter_tensor(
             torch.empty(2, dtype=torch.int32), whole, dist.ReduceOp.MAX)),
         "sizes": ("cannot be divided", lambda: dist.reduce_scatter_tensor(torch.empty(3), whole)),
-        "gathered": ("is not", lambda: dist.all_gather_into_tensor(torch.empty(2 * SIZE + 1), first)),
+        "gathered": ("but needs", lambda: dist.all_gather_into_tensor(torch.empty(2 * SIZE + 1), first)),
         "splits": ("do not add up", lambda: WORLD.all_to_all_single(whole, whole, [1] * SIZE, [2] * SIZE)),
-        "sparse": ("by SUM only", lambda: dist.all_reduce(first.to_sparse(), dist.ReduceOp.MAX)),
+        "sparse": ("only by SUM", lambda: dist.all_reduce(first.to_sparse(), dist.ReduceOp.MAX)),
         "complex": ("Sum and Average", lambda: dist.reduce(first.cfloat(), 0, dist.ReduceOp.MAX)),
     }  # fmt: skip
 
@@ -691,7 +691,7 @@ def test_what_is_wrong() -> None:
     with pytest.raises(ValueError, match=r"has dtype torch\.float64"):
         dist.all_gather_into_tensor(torch.empty(SIZE, dtype=torch.float64), torch.empty(1))
     for tag in (-1, 2**31 - 2):
-        with pytest.raises(ValueError, match=f"tag={tag} is not below"):
+        with pytest.raises(ValueError, match=f"tag={tag} is not in"):
             dist.isend(torch.ones(1), 1 - min(RANK, 1), tag=tag)
     for rank in (-2, RANK, SIZE):
         with pytest.raises(ValueError, match=f"rank {rank} is not another rank"):
@@ -731,7 +731,7 @@ def test_ranks_that_differ_from_those_of_the_job() -> None:
     options = dist.distributed_c10d._DistributedBackendOptions()
     options.group_rank, options.group_size, options.global_ranks_in_group = RANK, SIZE + 1, []
     options.store = dist.distributed_c10d._get_default_store()
-    with pytest.raises(Exception, match=f"{SIZE + 1} for torch.distributed"):
+    with pytest.raises(Exception, match=f"{SIZE + 1} in torch.distributed"):
         backend.create(options)
     assert copy.copy(session.engine().size) == SIZE
 

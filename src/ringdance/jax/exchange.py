@@ -86,7 +86,7 @@ def run(
             raise CollectiveError(
                 f"{call.kind.name.lower()} {call.name or ''} returned shape {result.shape}, but the compiled "
                 f"program expects {shape}: within jit, the first dimension must be equal on all ranks. "
-                "Call it outside of jit."
+                "Call the collective outside of jit."
             )
     if outputs is not None:
         for result, output in zip(results, outputs, strict=True):
@@ -176,8 +176,9 @@ def _sharding(ctx: Any) -> Any:
     context = ctx.module_context.axis_context
     if isinstance(context, _private.SPMDAxisContext):
         raise ArgumentError(
-            "Within shard_map or pmap, each device of this process would call the collective, in no fixed "
-            "order. Call it in a jit around them: there it gets the whole array, however it is sharded."
+            "Within shard_map or pmap, each device of this process would call the collective, in undefined "
+            "order. Call the collective in a jit around shard_map or pmap. There, it gets the whole array, "
+            "even if the array is sharded."
         )
     if _devices(ctx) == 1:
         return None

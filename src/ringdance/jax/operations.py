@@ -37,7 +37,7 @@ __all__ = [
 
 Values = Sequence[Any]
 
-_NO_SPLITS = "alltoall(splits=...) has results of unknown shape. Call it outside of jit."
+_NO_SPLITS = "The result of alltoall(splits=...) has an unknown shape within jit. Call it outside of jit."
 
 
 # Gradients.
@@ -145,9 +145,11 @@ def _shapes(call: Call, values: Values) -> tuple[Shapes, tuple[int, ...]]:
         return (values[0].shape, (size,)), rows
     if call.kind is Collective.ALLGATHER:
         counts = [size * count for count in rows]
-    else:
+    elif call.kind is Collective.REDUCESCATTER:
         set_rank = members.index(engine.rank) if engine.rank in members else 0
         counts = [count // size + (set_rank < count % size) for count in rows]
+    else:
+        raise AssertionError(f"_shapes() does not support the collective {call.kind.name}.")
     return tuple([(count, *value.shape[1:]) for count, value in zip(counts, values, strict=True)]), rows
 
 

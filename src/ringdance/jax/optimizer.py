@@ -91,10 +91,9 @@ def distributed(
 ) -> Any:
     """Return an optax transformation that reduces gradients over the ranks and passes them to ``tx``.
 
-    All leaves are reduced in one exchange. ``tx`` (for example clipping or weight decay) sees reduced
-    gradients. If ``update`` receives ``value``, ``grad``, ``value_fn`` or ``grad_fn``, ``tx`` sees their
-    means over the ranks, for ``optax.contrib.reduce_on_plateau`` and line searches. Works both within ``jit``
-    and outside.
+    All leaves are reduced in one exchange. ``tx`` (such as clipping) sees reduced gradients. If ``update``
+    receives ``value``, ``grad``, ``value_fn`` or ``grad_fn``, ``tx`` sees their means over the ranks, for
+    ``optax.contrib.reduce_on_plateau`` and line searches. Works both within ``jit`` and outside.
 
     Args:
         tx: An ``optax.GradientTransformation`` or ``optax.MultiSteps``.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.autograd.function import BackwardCFunction
@@ -148,10 +148,7 @@ def hooks_run_inside(step: Any) -> None:
 
 # torch.nn.modules.batchnorm._BatchNorm: the base class of all batch norms. Without it, only BatchNorm1d, its
 # subclasses and torch's SyncBatchNorm are converted.
-if TYPE_CHECKING:
-    BatchNorm = torch.nn.modules.batchnorm._BatchNorm
-else:
-    BatchNorm = getattr(torch.nn.modules.batchnorm, "_BatchNorm", torch.nn.BatchNorm1d)
+BatchNorm: Any = getattr(torch.nn.modules.batchnorm, "_BatchNorm", torch.nn.BatchNorm1d)
 
 
 # Tensor._indices and _values: the entries of a sparse tensor as they are. Without them, equal entries are

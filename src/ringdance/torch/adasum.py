@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 import torch
 
@@ -26,11 +25,9 @@ class AdasumOptimizer(Wrapped):
     def synchronize(self) -> None:
         """Do nothing: there is nothing to wait for before ``step()``."""
 
-    @contextlib.contextmanager
-    def skip_synchronize(self) -> Iterator[None]:
+    def skip_synchronize(self) -> NoReturn:
         """Raise AssertionError, because the exchange is part of the step."""
-        raise AssertionError("skip_synchronize() has no use with op=Adasum: step() makes the exchange.")
-        yield
+        raise AssertionError("skip_synchronize() does not work with op=Adasum: step() makes the exchange.")
 
     @compiler_disable
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -81,7 +81,7 @@ class _Normalise(torch.autograd.Function):
         ), None
 
 
-class SyncBatchNorm(BatchNorm):
+class SyncBatchNorm(BatchNorm):  # type: ignore[misc]
     """Batch normalization with statistics over the batches of all ranks together.
 
     Replaces ``BatchNorm1d``, ``2d`` and ``3d`` for input of shape (N, C), (N, C, L), ... with up to five
@@ -97,10 +97,10 @@ class SyncBatchNorm(BatchNorm):
         track_running_stats: If True, running statistics are kept.
 
     Raises:
-        ArgumentError: The input has less than two dimensions.
+        ArgumentError: The input has fewer than two dimensions.
     """
 
-    def __init__(
+    def __init__(  # The arguments are Horovod's.
         self, num_features: int, eps: float = 1e-5, momentum: float | None = 0.1, affine: bool = True,
         track_running_stats: bool = True,
     ) -> None:
@@ -142,10 +142,9 @@ class SyncBatchNorm(BatchNorm):
         return output
 
     def _track(self, mean: Tensor, variance: Tensor, total: float) -> None:
-        known: Any = self  # Its statistics are not None.
         with torch.no_grad():
-            known.num_batches_tracked.add_(1)
-            part = 1.0 / float(known.num_batches_tracked) if self.momentum is None else self.momentum
+            self.num_batches_tracked.add_(1)
+            part = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
             unbiased = variance * (total / max(total - 1.0, 1.0))
-            known.running_mean.lerp_(mean.to(known.running_mean.dtype), part)
-            known.running_var.lerp_(unbiased.to(known.running_var.dtype), part)
+            self.running_mean.lerp_(mean.to(self.running_mean.dtype), part)
+            self.running_var.lerp_(unbiased.to(self.running_var.dtype), part)

@@ -92,7 +92,7 @@ class Hooks:
                 raise ArgumentError(
                     "torch has no callback for the end of this backward pass, as in compiled autograd. Set "
                     "torch._dynamo.config.compiled_autograd = False, or pass reduce_in_backward=False to "
-                    "DistributedOptimizer. Gradients are then reduced in step(), after any clipping."
+                    "DistributedOptimizer, which then reduces gradients in step(), after any clipping."
                 )
             self.exchange.on_backward_end()
             return

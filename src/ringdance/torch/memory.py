@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ from ringdance.errors import ArgumentError
 from ringdance.torch._private import divided_by
 from ringdance.training.gradients.compression import compression_for
 from ringdance.training.gradients.weights import rows_of, step_of
+from ringdance.training.memory import array_at
 
 Array = np.ndarray[Any, Any]
 
@@ -43,13 +43,13 @@ def host_tensor(tensor: torch.Tensor) -> torch.Tensor:
         raise ArgumentError(f"Expected a torch.Tensor, got {type(tensor).__name__}.")
     if tensor.is_meta:
         raise ArgumentError(
-            f"A meta tensor (shape {tuple(tensor.shape)}) has no data. Create it on a device first, as with "
-            "module.to_empty(device='cpu')."
+            f"A meta tensor (shape {tuple(tensor.shape)}) has no data. Create it on a device first, for "
+            "example with module.to_empty(device='cpu')."
         )
     if divided_by(tensor) is not None and hasattr(tensor, "to_local"):
         raise ArgumentError(
-            "A DTensor is divided over processes by torch.distributed. Pass tensor.to_local(), this "
-            "process's part, or tensor.full_tensor(), the whole tensor."
+            "A DTensor is sharded across processes by torch.distributed. Pass tensor.to_local(), this "
+            "process's shard, or tensor.full_tensor(), the whole tensor."
         )
     if tensor.layout is not torch.strided:
         raise ArgumentError(
@@ -80,9 +80,9 @@ def view_of(tensor: torch.Tensor) -> Array:
         return tensor.numpy()
     except (TypeError, RuntimeError):
         raise ArgumentError(
-            f"Tensors of type {tensor.type()} ({tensor.dtype}) cannot be sent: NumPy has no such type. "
-            "For a reduction, convert them, for example with tensor.to(torch.bfloat16) or torch.complex64. "
-            "8-bit tensors can be moved (not reduced) as tensor.view(torch.uint8)."
+            f"Tensors of type {tensor.type()} ({tensor.dtype}) cannot be exchanged: NumPy has no such type. "
+            "To reduce them, convert them first, for example with tensor.to(torch.bfloat16) or "
+            "tensor.to(torch.complex64). To move 8-bit tensors unchanged, pass tensor.view(torch.uint8)."
         ) from None
 
 
@@ -112,11 +112,7 @@ def resizable_view(tensor: torch.Tensor) -> Array:
         ArgumentError: NumPy does not have this type.
     """
     dtype = view_of(tensor.new_empty(0)).dtype
-    if not tensor.numel():
-        return np.empty(0, dtype)
-    memory: Any = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
-    memory.tensor = tensor  # Keeps the tensor alive as long as the view.
-    return np.frombuffer(memory, dtype)
+    return array_at(tensor.data_ptr(), tuple(tensor.shape), dtype, tensor)
 
 
 def from_array(array: Array) -> torch.Tensor:
@@ -130,13 +126,13 @@ def check_in_place(tensor: torch.Tensor) -> None:
     """Raise ArgumentError if a tensor's memory cannot be written to as one block."""
     if not tensor.is_contiguous():
         raise ArgumentError(
-            f"An operation in place needs a contiguous tensor, got strides {tensor.stride()} for shape "
-            f"{tuple(tensor.shape)}. Use tensor.contiguous(), or the form without underscore."
+            f"An in-place operation needs a contiguous tensor, but this tensor has strides {tensor.stride()} "
+            f"for shape {tuple(tensor.shape)}. Use tensor.contiguous(), or the function without underscore."
         )
     if tensor.is_conj() or tensor.is_neg():
         raise ArgumentError(
-            "An operation in place needs a tensor whose values are in memory, but this one is a view that "
-            "conjugates or negates them. Use tensor.resolve_conj().resolve_neg(), or the form without "
+            "An in-place operation needs a tensor whose values are in memory, but this tensor is a view that "
+            "conjugates or negates them. Use tensor.resolve_conj().resolve_neg(), or the function without "
             "underscore."
         )
 

@@ -41,7 +41,7 @@ from ringdance.training.checks import pick_operation
 from ringdance.training.exports import Average
 from ringdance.training.gradients.cores import wants_overlap
 from ringdance.training.gradients.exchange import GradientExchange
-from ringdance.training.gradients.options import check_groups, check_passes, scales_of
+from ringdance.training.gradients.options import check_groups
 from ringdance.training.process_sets import ProcessSet, bind, bound_id, global_process_set, takes_part
 
 Closure = Callable[[], Any]
@@ -68,7 +68,7 @@ class _Distributed(Wrapped):
         source = Gradients(options.parameters, options.compression, options.sparse_as_dense)
         on_gpu = source.on_device and not options.parameters[0].is_cpu  # The CPU cores are idle then.
         exchange = self._exchange = GradientExchange(
-            source, options.names, operation=options.operation, passes=self._passes,
+            source, options.names, operation=options.operation, passes=options.passes,
             predivide=options.predivide, groups=options.groups, process_set=options.process_set,
             early=options.early, overlap=wants_overlap(engine, 0 if on_gpu else torch.get_num_threads()),
         )
@@ -90,10 +90,10 @@ class _Distributed(Wrapped):
     def _check_not_replaced(self) -> None:
         if self._hooks is not None and not self._hooks.close.alive:
             raise ArgumentError(
-                f"This DistributedOptimizer of {self._options.names[0]} and others no longer reduces "
-                "gradients: another one was created later for some of its parameters, or it was closed. Use "
-                "the other one, or create this one again with DistributedOptimizer(), which takes them back. "
-                "Optimizers that are used in turn need separate parameters."
+                f"The DistributedOptimizer for {self._options.names[0]} and others no longer reduces "
+                "gradients: another DistributedOptimizer was created later for some of its parameters, or it "
+                "was closed. Use the later optimizer, or call DistributedOptimizer() again to take the "
+                "parameters back. Optimizers that are used in turn must not share parameters."
             )
 
     def close(self) -> None:
@@ -162,8 +162,8 @@ class _Distributed(Wrapped):
         _private.note_step(self)
         if self._by_hand and not self._skip:
             warnings.warn(
-                "optimizer.step() called without optimizer.skip_synchronize() after optimizer.synchronize(): "
-                "harmless here. The gradients are not reduced again; backward() has reduced them already.",
+                "optimizer.step() called without optimizer.skip_synchronize() after optimizer.synchronize(). "
+                "This is harmless: backward() has already reduced the gradients. They are not reduced again.",
                 stacklevel=2,
             )
         self._by_hand = False
@@ -227,8 +227,7 @@ def DistributedOptimizer(
 
     The result shares parameters, options and accumulated state with ``optimizer``, and its class is a
     subclass of ``optimizer``'s class. All ranks in the set must call this, and must create several optimizers
-    in the same order. The new optimizer immediately replaces any distributed optimizers created earlier for
-    some of the same parameters.
+    in the same order. Earlier distributed optimizers with any of these parameters are replaced immediately.
 
     Args:
         optimizer: Any ``torch.optim.Optimizer``.
@@ -236,8 +235,7 @@ def DistributedOptimizer(
         compression: ``Compression.fp16`` or ``.bf16`` halves the bytes of float32 gradients.
         backward_passes_per_step: Backward passes whose gradients are summed locally before each exchange.
         op: Average, Sum or Adasum (which combines the changes of the weights, not the gradients).
-        gradient_predivide_factor: Gradients are divided by this factor before the sum and multiplied by it
-            afterwards (Average only).
+        gradient_predivide_factor: Divisor before the sum, undone after it (Average only).
         num_groups: Deprecated. Use ``groups``.
         groups: Number of groups, or lists of parameters to exchange together.
         sparse_as_dense: If True, reduce sparse gradients as dense ones instead of gathering them.
@@ -245,32 +243,24 @@ def DistributedOptimizer(
         reduce_in_backward: If False, exchange only in ``step()``, once per step.
 
     Raises:
-        ArgumentError: An argument is wrong, or there are several ranks and parameters are already sharded
-            across processes.
+        ArgumentError: An argument is wrong or, on several ranks, a parameter is sharded across processes.
     """
-    engine = session.engine()
     check_optimizer(optimizer)
     number = bound_id(process_set)
-    if engine.size > 1:
-        warn_of_local_batch_norm(named_parameters)
-    operation = pick_operation(None, op)
-    pairs, by_id = names_of(optimizer, named_parameters)
-    check_passes(backward_passes_per_step)
-    parameters = [parameter for _, parameter in pairs]
-    scales_of(operation, gradient_predivide_factor)  # Raises if the arguments are incompatible.
-    seen = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    warn_of_local_batch_norm(named_parameters)
+    names, parameters, by_id = names_of(optimizer, named_parameters)
     options = OptimizerOptions(
-        [name for name, _ in pairs], parameters, seen, by_id, operation, compression, process_set,
-        gradient_predivide_factor, _index_groups(num_groups, groups, parameters), sparse_as_dense,
-        reduce_in_backward,
+        names, parameters, by_id, pick_operation(None, op), compression, process_set,
+        backward_passes_per_step, gradient_predivide_factor, sparse_as_dense, reduce_in_backward,
+        _index_groups(num_groups, groups, parameters),
     )
-    if operation is ReduceOp.ADASUM and len(engine.members(number)) > 1:
+    if options.operation is ReduceOp.ADASUM and len(session.engine().members(number)) > 1:
         _check_adasum(process_set, parameters)
         release(parameters)
-        return wrap(optimizer, AdasumOptimizer, options, backward_passes_per_step)
+        return wrap(optimizer, AdasumOptimizer, options)
     if takes_part(process_set):
-        check_whole(options.names, parameters)  # Before the optimizer gets these options.
-    result = wrap(optimizer, _Distributed, options, backward_passes_per_step)
+        check_whole(names, parameters)  # Before the optimizer gets these options.
+    result = wrap(optimizer, _Distributed, options)
     result._connect()
     if result._exchange is not None:
         end = weakref.finalize(result, _warn_of_idle, result._exchange, weakref.ref(optimizer))
@@ -281,11 +271,11 @@ def DistributedOptimizer(
 def _check_adasum(process_set: ProcessSet, parameters: list[Tensor]) -> None:
     """Refuse Adasum on a subset of the ranks, and warn if its results differ from Horovod's."""
     if process_set is not global_process_set:
-        raise NotImplementedError("The Adasum optimizer works on all ranks only, not on a process set.")
+        raise NotImplementedError("The Adasum optimizer works only on all ranks, not on a process set.")
     if nccl_built() and any(parameter.is_cuda for parameter in parameters):
         warnings.warn(
-            "Adasum combines all ranks here, not the averages of hosts as Horovod does with NCCL. Scale "
-            "the learning rate as without NCCL, not by local_size().", stacklevel=3,
+            "Adasum combines the changes of all ranks. Horovod with NCCL combines the averages of hosts "
+            "instead. Scale the learning rate as without NCCL, not by local_size().", stacklevel=3,
         )  # fmt: skip
 
 
@@ -293,8 +283,8 @@ def _warn_of_idle(exchange: GradientExchange, wrapped: weakref.ref[Any]) -> None
     """Warn if a script continues with the optimizer that it passed to ``DistributedOptimizer``."""
     if exchange.idle and wrapped() is not None and not exchange.engine.closed:
         _log.warning(
-            "ringdance: the DistributedOptimizer of %s and others was dropped before its first step, so "
-            "gradients are no longer reduced. Keep the object it returns and call its step().",
+            "ringdance: the DistributedOptimizer for %s and others was dropped before its first step, so "
+            "gradients are no longer reduced. Keep the returned optimizer, and call its step().",
             exchange.names[0],
         )
 

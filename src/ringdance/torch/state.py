@@ -24,14 +24,14 @@ def _pairs(params: Any) -> list[tuple[str, Tensor]]:
         return [(str(key), value) for key, value in sorted(params.items())]
     if isinstance(params, (str, bytes, Tensor)) or not isinstance(params, Iterable):
         raise ArgumentError(
-            "broadcast_parameters needs model.state_dict(), or tensors, or (name, tensor) pairs; "
-            f"got {type(params).__name__}."
+            "broadcast_parameters needs model.state_dict(), or tensors, or (name, tensor) pairs, but got "
+            f"{type(params).__name__}."
         )
     listed = [
         entry if isinstance(entry, tuple) else (str(index), entry) for index, entry in enumerate(params)
     ]
     if any(len(entry) != 2 for entry in listed):
-        raise ArgumentError("broadcast_parameters: a list must hold tensors or (name, tensor) pairs.")
+        raise ArgumentError("broadcast_parameters: a list must contain tensors or (name, tensor) pairs.")
     return [(str(name), tensor) for name, tensor in listed]
 
 
@@ -149,8 +149,8 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
         return
     if sizes != own_sizes:
         raise ArgumentError(
-            f"broadcast_optimizer_state: the optimizer of rank {root_rank} has {sizes} parameters in its "
-            f"groups, but on rank {engine.rank} {own_sizes}. Build the same model and optimizer on all ranks."
+            f"broadcast_optimizer_state: the parameter groups have sizes {sizes} on rank {root_rank}, but "
+            f"{own_sizes} on rank {engine.rank}. Build the same model and optimizer on all ranks."
         )
     for key in [key for key in optimizer.state if id(key) in number]:
         del optimizer.state[key]

@@ -19,8 +19,9 @@ from ringdance.errors import ArgumentError
 from ringdance.torch import _private
 from ringdance.torch._private import compiler_disable
 from ringdance.torch.hooks import Hooks, release
+from ringdance.training import session
 from ringdance.training.gradients.exchange import GradientExchange
-from ringdance.training.gradients.options import check_passes
+from ringdance.training.gradients.options import check_passes, scales_of
 from ringdance.training.process_sets import ProcessSet
 
 
@@ -31,23 +32,29 @@ class OptimizerOptions:
     Attributes:
         names: Parameter names, in the same order on all ranks.
         parameters: The optimizer's parameters, in the order of ``names``.
-        seen: Ids of the parameters in the optimizer's groups when ``parameters`` was made.
         given: Names and parameters by parameter id, including parameters not yet in the optimizer.
-        operation, predivide, groups, compression, sparse_as_dense, process_set, early: Arguments of
+        operation, compression, process_set, passes, predivide, sparse_as_dense, early, groups: Arguments of
             ``DistributedOptimizer``. Groups contain parameter indices.
+        seen: Ids of the parameters in the optimizer's groups at the last search for new parameters.
     """
 
     names: list[str]
     parameters: list[Tensor]
-    seen: list[int]
     given: dict[int, tuple[str, Tensor]]
     operation: ReduceOp
     compression: Any
     process_set: ProcessSet
-    predivide: float = 1.0
-    groups: Sequence[tuple[int, ...]] = field(default=())
-    sparse_as_dense: bool = False
-    early: bool = True
+    passes: int
+    predivide: float
+    sparse_as_dense: bool
+    early: bool
+    groups: Sequence[tuple[int, ...]] = ()
+    seen: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        """Raise ArgumentError if arguments are wrong or incompatible."""
+        check_passes(self.passes)
+        scales_of(self.operation, self.predivide)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "given": {}}  # Without parameters that are not in the copy.
@@ -64,7 +71,6 @@ class Wrapped:
     __slots__ = ("__dict__", "_connected", "_exchange", "_hooks")
 
     _options: OptimizerOptions
-    _passes: int
     _connected: bool  # True once connected to the job.
     _exchange: GradientExchange | None  # None if there is only one rank or this rank is not a member.
     _hooks: Hooks | None
@@ -76,7 +82,7 @@ class Wrapped:
 
     def __getstate__(self) -> dict[str, Any]:
         own: dict[str, Any] = super().__getstate__()  # type: ignore[assignment]
-        return {**own, "_options": self._options, "_passes": self._passes}
+        return {**own, "_options": self._options}
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _blank, type(self).__bases__, self.__getstate__()
@@ -84,7 +90,7 @@ class Wrapped:
     def set_backward_passes_per_step(self, passes: int) -> None:
         """From now on, exchange gradients after this many backward passes. Has no effect for Adasum."""
         check_passes(passes)
-        self._passes = passes
+        self._options.passes = passes
 
     @compiler_disable
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -115,9 +121,7 @@ class Wrapped:
         return list(range(first, len(options.parameters)))
 
 
-def wrap(
-    optimizer: torch.optim.Optimizer, front: type[Wrapped], options: OptimizerOptions, passes: int
-) -> Any:
+def wrap(optimizer: torch.optim.Optimizer, front: type[Wrapped], options: OptimizerOptions) -> Any:
     """Return an object of a new subclass that shares everything with ``optimizer``.
 
     The class takes its name from the optimizer and its module from ``front``, because scripts check these.
@@ -126,7 +130,7 @@ def wrap(
     wrapper = optimizer.__dict__.pop("step", None)
     result = _blank(front, type(optimizer))
     result.__dict__ = optimizer.__dict__
-    result.__dict__.update(_options=options, _passes=passes)
+    result._options = options
     if wrapper is not None:
         references = weakref.ref(result), weakref.ref(optimizer)  # Weak, because both hold this function.
 
@@ -158,7 +162,7 @@ def check_optimizer(optimizer: Any) -> None:
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ArgumentError(
             "DistributedOptimizer needs an optimizer, such as torch.optim.SGD(model.parameters(), lr=0.1), "
-            f"and model.named_parameters() as its second argument; got {type(optimizer).__name__}."
+            f"and model.named_parameters() as its second argument, but got {type(optimizer).__name__}."
         )
 
 
@@ -168,26 +172,24 @@ def check_whole(names: Sequence[str], parameters: Sequence[Tensor]) -> None:
         how = _private.divided_by(parameter)
         if how is not None:
             raise ArgumentError(
-                f"Parameter {name} is divided over processes by {how}, which also reduces its gradients. Use "
-                "the plain optimizer with torch.distributed alone, or use DistributedOptimizer with a model "
-                "that is whole on each rank (without FSDP, fully_shard or parallelize_module)."
+                f"Parameter {name} is sharded across processes by {how}, which also reduces its gradients. "
+                "Use the plain optimizer with torch.distributed only, or use DistributedOptimizer with a "
+                "model that is complete on each rank (without FSDP, fully_shard or parallelize_module)."
             )
 
 
 def warn_of_local_batch_norm(named_parameters: Any) -> None:
-    """Warn if ``named_parameters`` comes from a module with torch's ``SyncBatchNorm``."""
-    distributed = torch.distributed
-    if not inspect.isgenerator(named_parameters) or (
-        distributed.is_available() and distributed.is_initialized()
-    ):
+    """Warn if, on several ranks, the module of ``named_parameters`` has torch's ``SyncBatchNorm``."""
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if distributed or session.engine().size == 1 or not inspect.isgenerator(named_parameters):
         return
     module = inspect.getgeneratorlocals(named_parameters).get("self")
     if isinstance(module, torch.nn.Module) and any(
         isinstance(child, torch.nn.SyncBatchNorm) for child in module.modules()
     ):
         warnings.warn(
-            "The model has torch.nn.SyncBatchNorm, which without torch.distributed normalizes each rank's "
-            "batch alone. Before you create the optimizer, use "
+            "The model contains torch.nn.SyncBatchNorm, which normalizes each rank's batch separately unless "
+            "torch.distributed is initialized. Before you create the optimizer, convert the model: "
             "model = hvd.SyncBatchNorm.convert_sync_batchnorm(model).",
             stacklevel=3,
         )
@@ -199,31 +201,29 @@ def _number_name(group: int, index: int) -> str:
 
 def names_of(
     optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, Tensor]] | None
-) -> tuple[list[tuple[str, Tensor]], dict[int, tuple[str, Tensor]]]:
-    """Return (name, parameter) pairs for the optimizer's parameters, in the same order on all ranks.
+) -> tuple[list[str], list[Tensor], dict[int, tuple[str, Tensor]]]:
+    """Return the names of the optimizer's parameters and the parameters, in the same order on all ranks.
 
-    The second result maps parameter ids to these pairs, for all named parameters.
+    The third result maps parameter ids to (name, parameter) pairs, for all named parameters.
 
     Raises:
         ArgumentError: An entry is not a pair, a name appears twice, or an optimizer's parameter has no name.
     """
     groups = [list(group["params"]) for group in optimizer.param_groups]
     if named_parameters is None:
-        return [
-            (_number_name(i, j), parameter)
-            for i, group in enumerate(groups) for j, parameter in enumerate(group)
-        ], {}
+        numbered = [_number_name(i, j) for i, group in enumerate(groups) for j in range(len(group))]
+        return numbered, [parameter for group in groups for parameter in group], {}
     pairs = list(named_parameters) if isinstance(named_parameters, Iterable) else [named_parameters]
     wrong = [pair for pair in pairs if not _is_pair(pair)]
     if wrong:
         raise ArgumentError(
-            "named_parameters must be (name, parameter) pairs, as from model.named_parameters(); got "
+            "named_parameters must be (name, parameter) pairs, as from model.named_parameters(), but got "
             f"{type(wrong[0]).__name__}."
         )
     names = [name for name, _ in pairs]
     doubled = sorted(name for name, times in Counter(names).items() if times > 1)
     if doubled:
-        raise ArgumentError(f"named_parameters: names must be unique, but {', '.join(doubled)} is repeated.")
+        raise ArgumentError(f"named_parameters: names must be unique, but it repeats {', '.join(doubled)}.")
     by_id: dict[int, tuple[str, Tensor]] = {}
     for name, parameter in pairs:
         by_id.setdefault(id(parameter), (name, parameter))
@@ -234,7 +234,8 @@ def names_of(
             f"named_parameters lacks {len(nameless)} of the optimizer's parameters. The first has shape "
             f"{nameless[0]}. Pass all of model.named_parameters()."
         )
-    return [pair for key, pair in by_id.items() if key in own], by_id
+    trained = [pair for key, pair in by_id.items() if key in own]
+    return [name for name, _ in trained], [parameter for _, parameter in trained], by_id
 
 
 def _is_pair(one: Any) -> bool:

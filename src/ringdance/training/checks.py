@@ -26,9 +26,11 @@ _DTYPE_NAMES: dict[np.dtype[Any], str] = {
 }
 
 
-def know_dtypes(names: dict[Any, str]) -> None:
-    """Register a framework's own dtypes, so that requests may use them."""
+def know_dtypes(framework: Any) -> frozenset[Any]:
+    """Register the dtypes of a framework's module, so that requests may use them. Returns these dtypes."""
+    names = {getattr(framework, name): name for name in _DTYPE_NAMES.values() if hasattr(framework, name)}
     _DTYPE_NAMES.update(names)
+    return frozenset(names)
 
 
 _FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})

@@ -17,7 +17,7 @@ from ringdance.core.exchange.base import Context
 from ringdance.core.request import Collective, Description, ReduceOp, Request
 from ringdance.errors import RankLostError
 from ringdance.torch import gradients, memory
-from ringdance.torch.device import direct, streams
+from ringdance.torch.device import communicators, direct, streams
 from ringdance.torch.device import exchange as device
 from ringdance.training.collectives import Call as CollectiveCall
 from ringdance.training.gradients.source import DENSE
@@ -40,8 +40,15 @@ class Event:
 
 
 class Stream:
+    device = torch.device("cpu")
+
     def __init__(self, _: Any = None, name: str = "side") -> None:
         self.name = name
+
+    def record_event(self) -> Event:
+        event = Event()
+        event.record(self)
+        return event
 
     def wait_event(self, event: Event) -> None:
         log.append(f"{self.name} waits for {event.stream}")
@@ -77,7 +84,6 @@ class Group:
 
 class FakeModule:
     current = "main"
-    Stream, Event = Stream, Event
 
     @staticmethod
     def current_stream(_: Any) -> Stream:
@@ -108,9 +114,11 @@ class OnDevice(torch.Tensor):
 def exchange(monkeypatch: pytest.MonkeyPatch) -> device.TorchExchange:
     log.clear()
     monkeypatch.setattr(torch, "cpu", FakeModule)
+    monkeypatch.setattr(communicators, "group_of", lambda *_: Group())
     place = SimpleNamespace(rank=0, size=2, context=Context())
-    own = streams.Streams(FakeModule, torch.device("cpu"))
-    return device.TorchExchange(Group(), None, torch.device("cpu"), own, place)
+    made = device.TorchExchange(None, torch.device("cpu"), place)
+    made._stream = Stream()
+    return made
 
 
 def reduced(exchange: device.TorchExchange, *tensors: Any) -> device.DeviceResults:
@@ -156,7 +164,7 @@ def test_what_nccl_reports_is_told_with_the_tensor(exchange: device.TorchExchang
     assert len(exchange._under_way) == 1
     exchange._under_way[0][0].done = True
     exchange.group.error = "COMM_ERROR"
-    with pytest.raises(RankLostError, match=r"nccl failed on rank 0 .*'gradients' or after it: COMM_ERROR"):
+    with pytest.raises(RankLostError, match=r"nccl failed on rank 0 .*'gradients' or a later .*: COMM_ERROR"):
         exchange.check()
     exchange.group.error = "SUCCESS"
     exchange.check()
@@ -213,3 +221,8 @@ def test_what_communicators_of_torch_do_otherwise_goes_through_the_host() -> Non
     assert not stays(ReduceOp.MAX, torch.float32)
     assert not stays(ReduceOp.SUM, torch.bool)
     assert device.exchanges(Collective.BROADCAST, ReduceOp.SUM, (1.0, 1.0), torch.bool)
+
+
+def test_an_unknown_kind_of_collective_is_an_internal_error() -> None:
+    with pytest.raises(AssertionError, match="does not support the collective BARRIER"):
+        device.exchanges(Collective.BARRIER, ReduceOp.SUM, (1.0, 1.0), torch.float32)

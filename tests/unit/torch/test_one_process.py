@@ -116,7 +116,7 @@ def test_arguments_of_the_optimizer() -> None:
     with pytest.raises(ValueError, match="already"):
         hvd.DistributedOptimizer(optimizer)  # type: ignore[arg-type]
     for wrong in (net, net.parameters(), net.named_parameters(), None):
-        with pytest.raises(ValueError, match=r"needs an optimizer, such as.*; got"):
+        with pytest.raises(ValueError, match=r"needs an optimizer, such as.*, but got"):
             hvd.DistributedOptimizer(wrong)  # type: ignore[arg-type]
 
 

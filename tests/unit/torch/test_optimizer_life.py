@@ -412,7 +412,7 @@ def test_parameters_divided_by_torch_distributed() -> None:
 
         def program(engine: Engine) -> None:
             for net in models:
-                with pytest.raises(ValueError, match=r"divided over processes by.*the plain optimizer with"):
+                with pytest.raises(ValueError, match=r"sharded across processes by.*the plain optimizer"):
                     hvd.DistributedOptimizer(sgd(net), net.named_parameters())
             weight = next(models[0].parameters())
             for call in (hvd.allreduce, hvd.allreduce_):

@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
 import numpy as np
-import torch.distributed as dist
 from torch import Tensor
 
 from ringdance.core.request import Collective, ReduceOp
-from ringdance.errors import CollectiveError
+from ringdance.errors import ArgumentError, CollectiveError
 from ringdance.torch._private import register_work, renamed
 from ringdance.torch.backend.flat import Tensors, distribute
-from ringdance.torch.backend.groups import Group
 from ringdance.torch.backend.works import Finish, GroupWork, starts_now, wait_at_end
+from ringdance.torch.device.communicators import dist, filled
 from ringdance.torch.memory import Array
 from ringdance.training import session
 from ringdance.training.collectives import Call, prepared
 
 _SMALL_BYTES = 4096
-_prefixed: Any = vars(dist)["PrefixStore"]
 
 
 def by_nccl(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -65,19 +64,49 @@ def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
             yield from tensors_in(value)
 
 
-class EngineGroup(Group):
-    """Submits the calls of a process group.
+class EngineGroup(dist.ProcessGroup):  # type: ignore[misc]
+    """A process group's process set in the engine. Submits the group's calls.
 
     Args:
         options: torch's ``_DistributedBackendOptions``.
-        set_id: The ranks' process set in the engine.
+        set_id: Number of the process set.
     """
 
     def __init__(self, options: Any, set_id: int) -> None:
-        super().__init__(options, set_id)
+        super().__init__(options.group_rank, options.group_size)
+        engine = session.engine()
+        self._engine, self._number, self._known = weakref.ref(engine), set_id, engine.sets.find(set_id)
         self._options, self._timeout = options, options.timeout
+        self._destroyed = False
         self._coalesced: list[GroupWork] | None = None  # The calls since start_coalescing.
         self._recent: deque[GroupWork] = deque(maxlen=1024)
+
+    @property
+    def _set_id(self) -> int:
+        """Number of the process set. Raises ArgumentError if it does not exist anymore."""
+        engine, rank = session.engine(), self.rank()
+        if self._destroyed:
+            why = "was destroyed"
+        elif self._engine() is engine and engine.sets.registered.get(self._number) is not self._known:
+            why = "was freed after a call in it had timed out"  # Its number may now be another group's.
+        elif self._engine() is engine or (not self._number and engine.size == self.size()):
+            return self._number
+        else:
+            why = "belongs to the job as it was before shutdown() and init()"
+        raise ArgumentError(
+            f"This process group of {self.size()} ranks {why} (rank {rank} in the group, {engine.identity}). "
+            "Create the group again with new_group() or init_process_group(), and then everything that uses "
+            "the group, such as DistributedDataParallel."
+        )
+
+    def shutdown(self) -> None:
+        """Free a group of some ranks. The job itself ends with the process, or through hvd.shutdown()."""
+        engine = self._engine()
+        if self._number and not self._destroyed and engine is not None and not engine.closed:
+            engine.leave_group(self._number)
+        self._destroyed = bool(self._number)
+
+    abort = shutdown
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._timeout = timeout
@@ -101,17 +130,16 @@ class EngineGroup(Group):
     def nccl(self) -> Any:
         """The NCCL group of these ranks, which exchanges GPU tensors."""
         if not dist.is_nccl_available():
-            raise RuntimeError('The backend "ringdance" leaves GPU tensors to NCCL, which this torch lacks.')
-        nccl_options = dist.ProcessGroupNCCL.Options()
-        nccl_options._timeout = self._timeout
-        store = _prefixed("nccl", self._options.store)
+            raise RuntimeError('The backend "ringdance" needs NCCL for GPU tensors. This torch has no NCCL.')
+        nccl_options = filled(dist.ProcessGroupNCCL.Options(), _timeout=self._timeout)
+        store = dist.PrefixStore("nccl", self._options.store)
         return dist.ProcessGroupNCCL(store, self.rank(), self.size(), nccl_options)
 
     def _root(self, name: str, opts: Any) -> int:
         """Return the rank within this group that is a call's root."""
         root = int(opts.rootRank)
         if not 0 <= root < self.size():
-            raise ValueError(f"{name}: rank {root} does not exist in this group of {self.size()}.")
+            raise ValueError(f"{name}: rank {root} does not exist in this group of {self.size()} ranks.")
         return root
 
     def _seconds(self, opts: Any) -> float:
@@ -121,7 +149,7 @@ class EngineGroup(Group):
 
     def _start(
         self, kind: Collective, arrays: Sequence[Array], targets: Sequence[Array] | None, tensors: Tensors,
-        opts: Any, finish: Finish, operation: ReduceOp = ReduceOp.SUM, root: int = -1,
+        opts: Any, finish: Finish | None, operation: ReduceOp = ReduceOp.SUM, root: int = -1,
         splits: Sequence[Array] | None = None, expected: list[int] | None = None, pattern: str = "",
     ) -> GroupWork:
         """Submit a call.
@@ -132,7 +160,7 @@ class EngineGroup(Group):
             targets: Memory for the results, or None to let the engine allocate.
             tensors: Tensors that are the result of the ``Work``.
             opts: torch's options.
-            finish: Called once with the results.
+            finish: Called once with the results. May be None.
             operation: The reduction's operation. Only for reductions.
             root: The root's global rank for a broadcast, or its rank in the group for a reduction.
             splits: Splits of an alltoall.
@@ -152,17 +180,14 @@ class EngineGroup(Group):
         if waits_later:
             wait_at_end(started)
             register_work(tensors, started)
-            if len(tensors) == 1 and tensors[0].numel() == 1 and not tensors[0].is_sparse:
-                self._keep(started, tensors[0])
+            # DistributedDataParallel.join() passes the work of a single number to C++, which does not keep
+            # the Python object whose ``wait`` it calls.
+            if (
+                len(tensors) == 1 and tensors[0].numel() == 1 and not tensors[0].is_sparse
+                and tensors[0].untyped_storage().nbytes() <= _SMALL_BYTES
+            ):
+                self._recent.append(started)
         return started
-
-    def _keep(self, work: GroupWork, number: Tensor) -> None:
-        """Keep the work of a single number alive, for DistributedDataParallel.join().
-
-        It passes such a work to C++, which does not keep the Python object whose ``wait`` it calls.
-        """
-        if number.untyped_storage().nbytes() <= _SMALL_BYTES:
-            self._recent.append(work)
 
     def _exchange(
         self, source: Array, splits: list[int], expected: list[int], outputs: Tensors, opts: Any,

@@ -18,7 +18,7 @@ def check_dtypes(name: str, outputs: Tensors, inputs: Tensors) -> None:
     """Raise ValueError if an output and its input have different dtypes."""
     for output, source in zip(outputs, inputs, strict=True):
         if output.dtype is not source.dtype:
-            raise ValueError(f"{name}: the output has dtype {output.dtype}, but its input {source.dtype}.")
+            raise ValueError(f"{name}: the output has dtype {output.dtype}, but the input {source.dtype}.")
 
 
 def shapes_of(tensors: Tensors) -> str:
@@ -67,7 +67,7 @@ def distribute(result: Array, outputs: Tensors) -> None:
     """Split a flat result and copy the parts into the outputs, if there are any."""
     targets, finish = flat(outputs, moved=True)
     if sum(target.size for target in targets) != result.size:
-        raise ValueError("The ranks sent tensors of different sizes than the outputs.")
+        raise ValueError("The ranks sent tensors whose sizes differ from the sizes of the outputs.")
     start = 0
     for target in targets:
         target[...] = result[start : start + target.size]

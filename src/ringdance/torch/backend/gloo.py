@@ -23,24 +23,21 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed
 
 from ringdance.core.transport.base import Array, Hierarchy, Identity, Pending, Transfer, Transport
 from ringdance.core.transport.eventcount import NEEDS_FENCE, process_state
 from ringdance.core.transport.window import Window, window_size
 from ringdance.core.transport.world import check_common
 from ringdance.errors import RankLostError
-from ringdance.torch.device.communicators import connect, host_and, serve
+from ringdance.torch.device.communicators import NO_TIMEOUT, connect, dist, filled, host_and, serve
 
-dist: Any = torch.distributed  # Its stubs lack names that are used here.
 _OPERATIONS = {
     "sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX,
     "product": dist.ReduceOp.PRODUCT, "and": dist.ReduceOp.BAND,
 }  # fmt: skip
 _jobs = itertools.count()
 _LAST = timedelta(seconds=5)
-_NO_TAG = 1 << 30  # Not used as the tag of any message. See backend.py.
-_YEAR = timedelta(days=365)  # Never reached: the engine's own checks find missing ranks.
+_NO_TAG = 1 << 30  # Not used as the tag of any message. See ``_TAGS`` in process_group.py.
 
 
 def _tensor(array: Array) -> torch.Tensor:
@@ -110,11 +107,6 @@ def _give_up() -> None:
         transfer.give_up()
 
 
-def _host_of_this_process() -> str:
-    """Return an identifier shared by processes that can share memory and see each other."""
-    return host_and("pid")
-
-
 def world(
     store: Any, rank: int, size: int, window_bytes: int, vector_bytes: int, common: dict[str, Any]
 ) -> GlooTransport:
@@ -132,7 +124,8 @@ def world(
         SettingError: A value in ``common`` differs. Raised on all ranks.
     """
     store = dist.PrefixStore(f"job {next(_jobs)}", store)  # The count is the same on all ranks.
-    own = [socket.gethostname(), os.getpid(), _host_of_this_process(), common]
+    # Processes with the same identifier can share memory and see each other.
+    own = [socket.gethostname(), os.getpid(), host_and("pid"), common]
     everyone = _gather(store, "who", rank, size, own)
     check_common([(host, theirs) for host, _, _, theirs in everyone])
     identities = [Identity(number, host, pid) for number, (host, pid, _, _) in enumerate(everyone)]
@@ -169,8 +162,8 @@ def _gather(store: Any, key: str, rank: int, size: int, value: Any) -> list[Any]
         return [json.loads(text) for text in store.multi_get(keys)]
     except RuntimeError as error:
         raise RankLostError(
-            f"Rank {rank} of {size} on host {socket.gethostname()} did not meet the other ranks in torch's "
-            f"store. Check if rank 0 or torchrun's agent has exited, and if all ranks were started. {error}"
+            f"Rank {rank} of {size} on host {socket.gethostname()} did not find the other ranks in torch's "
+            f"store. Check that all ranks were started, and that rank 0 and torchrun's agent run. {error}"
         ) from error
 
 
@@ -193,7 +186,7 @@ class GlooTransport(Transport):
         self.rank, self.size, self.identities = rank, len(identities), tuple(identities)
         self.host_group = tuple(number for number, host in enumerate(hosts) if host == hosts[rank])
         self._store, self._hosts, self._vector_bytes = store, tuple(hosts), vector_bytes
-        self._group = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, self.size, _YEAR)
+        self._group = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, self.size, NO_TIMEOUT)
         self._parts, self._subsets = itertools.count(), Counter[str]()
         self._noted = 0
         self._cross: GlooTransport | None = None
@@ -224,13 +217,11 @@ class GlooTransport(Transport):
         if receive is not None:
             receive[...] = buffer
         target = buffer if receive is None else receive
-        options = dist.AllreduceOptions()
-        options.reduceOp = _OPERATIONS[operation]
+        options = filled(dist.AllreduceOptions(), reduceOp=_OPERATIONS[operation])
         return _Started(self._group.allreduce([torch.from_numpy(target)], options), target)
 
     def broadcast(self, buffer: Array, root: int) -> Pending:
-        options = dist.BroadcastOptions()
-        options.rootRank = root
+        options = filled(dist.BroadcastOptions(), rootRank=root)
         return _Started(self._group.broadcast([_tensor(buffer)], options), buffer)
 
     def allgather(self, send: Array, receive: Array, counts: Sequence[int]) -> Pending:
@@ -319,7 +310,7 @@ class GlooTransport(Transport):
             yield
         except RuntimeError as error:
             who = self.identities[0]
-            text = f"The store through which ranks send notes cannot be reached. Has {who} exited? {error}"
+            text = f"The store through which ranks send messages cannot be reached. Has {who} exited? {error}"
             raise RankLostError(text) from error
 
     def state(self, rank: int) -> str:

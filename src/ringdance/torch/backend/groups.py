@@ -10,64 +10,18 @@ import functools
 import json
 import os
 import time
-import weakref
 from typing import Any
 from uuid import uuid4
-
-import torch.distributed as dist
 
 from ringdance.core.engine import Engine
 from ringdance.core.process_sets.registry import FIRST_GROUP
 from ringdance.errors import ArgumentError
 from ringdance.settings.names import LAUNCH_PREFIX
+from ringdance.torch.device.communicators import dist
 from ringdance.training import basics, session
 from ringdance.training.startup import launched_size
 
-_prefixed: Any = vars(dist)["PrefixStore"]
 _attempt = ""  # Name of this process's part of the store.
-_Base: Any = dist.ProcessGroup
-
-
-class Group(_Base):  # type: ignore[misc]
-    """The job's side of a process group: its process set in the engine.
-
-    Args:
-        options: torch's ``_DistributedBackendOptions``.
-        set_id: Number of the process set.
-    """
-
-    def __init__(self, options: Any, set_id: int) -> None:
-        super().__init__(options.group_rank, options.group_size)
-        engine = session.engine()
-        self._engine, self._number, self._known = weakref.ref(engine), set_id, engine.sets.find(set_id)
-        self._destroyed = False
-
-    @property
-    def _set_id(self) -> int:
-        """Number of the process set. Raises ArgumentError if it does not exist anymore."""
-        engine, rank = session.engine(), self.rank()
-        if self._destroyed:
-            why = "was destroyed"
-        elif self._engine() is engine and engine.sets.registered.get(self._number) is not self._known:
-            why = "was freed after a call in it had timed out"  # Its number may now be another group's.
-        elif self._engine() is engine or (not self._number and engine.size == self.size()):
-            return self._number
-        else:
-            why = "belongs to the job as it was before shutdown() and init()"
-        raise ArgumentError(
-            f"This process group of {self.size()} ranks {why} (rank {rank} in it, {engine.identity}). Create "
-            "the group again with new_group() or init_process_group(), and everything that uses it, such as "
-            "DistributedDataParallel."
-        )
-
-    def shutdown(self) -> None:
-        """Free a group of some ranks. The job itself ends with the process, or through hvd.shutdown()."""
-        engine = self._engine()
-        if self._number and not self._destroyed and engine is not None and not engine.closed:
-            engine.leave_group(self._number)
-        self._destroyed = bool(self._number)
-
-    abort = shutdown
 
 
 def process_set(options: Any) -> int:
@@ -82,19 +36,19 @@ def process_set(options: Any) -> int:
     ranks, rank, size = tuple(options.global_ranks_in_group), options.group_rank, options.group_size
     if list(ranks) != sorted(ranks):
         raise ArgumentError(
-            f'The backend "ringdance" needs ranks in ascending order, got {list(ranks)}. Remove '
+            f'The backend "ringdance" needs ranks in ascending order, but got {list(ranks)}. Remove '
             "sort_ranks=False from new_group()."
         )
     if not session.is_initialized():
         if ranks and size < dist.get_world_size():
             raise ArgumentError(
-                'The first group of the backend "ringdance" must have all ranks. Call '
-                'init_process_group("ringdance"), or hvd.init() on all ranks before new_group().'
+                'The first group with the backend "ringdance" must include all ranks. Call '
+                'init_process_group("ringdance") or hvd.init() on all ranks before new_group().'
             )
         if size > 1 and _started_by_torchrun():
             from ringdance.torch.backend import gloo
 
-            store = gloo.own_store(_prefixed("ringdance", options.store.clone()), rank, size)
+            store = gloo.own_store(dist.PrefixStore("ringdance", options.store.clone()), rank, size)
             session.init(transport=(size, functools.partial(gloo.world, store, rank, size)))
         else:
             basics.init()
@@ -103,10 +57,9 @@ def process_set(options: Any) -> int:
         return engine.add_group(_meet(engine, options), ranks)
     if (rank, size) != (engine.rank, engine.size):
         raise ArgumentError(
-            f"This process is rank {rank} of {size} for torch.distributed and rank {engine.rank} of "
-            f"{engine.size} in the job. Start it with one launcher, torchrun or `ringdance run`, not one "
-            "inside the other. Do not pass rank= or world_size= to init_process_group, and do not change "
-            "RANK and WORLD_SIZE."
+            f"This process is rank {rank} of {size} in torch.distributed, but rank {engine.rank} of "
+            f"{engine.size} in the job. Start it with one launcher only, either torchrun or `ringdance run`. "
+            "Do not pass rank= or world_size= to init_process_group, and do not change RANK and WORLD_SIZE."
         )
     return 0
 
@@ -122,7 +75,7 @@ def of_this_attempt(store: Any) -> Any:
         return store
     if not _attempt:
         _attempt = _agreed(store, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
-    return _prefixed(_attempt, store)
+    return dist.PrefixStore(_attempt, store)
 
 
 def _agreed(store: Any, rank: int, size: int) -> str:
@@ -186,8 +139,8 @@ def _wait_for_members(engine: Engine, options: Any) -> None:
         if not reported and late > engine.settings.stall_check_time:
             reported = True
             engine.report(
-                f"{engine.identity} waits in new_group({ranks}), which only {arrived} of {size} members have "
-                "joined. All of them must call it, in the same order as other groups. With "
+                f"{engine.identity} is waiting in new_group({ranks}), which only {arrived} of {size} members "
+                "have called. All members must create their groups in the same order. With "
                 "use_local_synchronization=True, all must have created the same number of groups before."
             )
         time.sleep(pause)
@@ -196,8 +149,8 @@ def _wait_for_members(engine: Engine, options: Any) -> None:
         if engine.closed:
             raise engine.end.error()
         raise dist.DistStoreError(
-            f"new_group({ranks}): not all {size} members called it within {options.timeout} (timeout= of the "
-            "rank that called it first). Call it on all members at about the same time, or pass a longer one."
+            f"new_group({ranks}): not all {size} members called it within {options.timeout} (the first "
+            "caller's timeout=). Call it on all members at about the same time, or pass a longer timeout."
         )
 
 
@@ -207,6 +160,6 @@ def _free(first: int, used: Any) -> int:
         if number % FIRST_GROUP not in used:
             return number % FIRST_GROUP
     raise ArgumentError(
-        f"The members of this group are in {FIRST_GROUP} process groups, and no more can be numbered. "
-        "Destroy groups that are not needed."
+        f"The members of this group are already in {FIRST_GROUP} process groups, and there cannot be more. "
+        "Destroy groups that you no longer need."
     )

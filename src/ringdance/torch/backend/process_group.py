@@ -97,7 +97,7 @@ class ProcessGroup(EngineGroup):
         """Gather the entries of a sparse tensor. Together, they are the sum."""
         indices, values = sparse_entries(tensor)
         if _operation(opts) is not ReduceOp.SUM:
-            raise ValueError('The backend "ringdance" reduces sparse tensors by SUM only.')
+            raise ValueError('The backend "ringdance" reduces sparse tensors only by SUM.')
         arrays = [array_of(indices.t().contiguous()), array_of(values.contiguous())]
 
         def finish(results: list[Array]) -> None:
@@ -135,8 +135,8 @@ class ProcessGroup(EngineGroup):
         for source, target, counts in zip(sources, targets, sizes, strict=True):
             if sum(counts) != source.size or counts[self.rank()] != target.size:
                 raise ValueError(
-                    f"reduce_scatter: an input of {source.size} elements cannot be divided into {counts}, "
-                    f"or this rank's output has the wrong size, {target.size}."
+                    f"reduce_scatter: an input of {source.size} elements cannot be divided into parts of "
+                    f"{counts} elements, or this rank's output has the wrong size, {target.size}."
                 )
         equal = all(len(set(counts)) == 1 for counts in sizes)
         if equal and operation in (ReduceOp.SUM, ReduceOp.AVERAGE):
@@ -161,10 +161,9 @@ class ProcessGroup(EngineGroup):
         opts = opts or dist.BroadcastOptions()
         own, (arrays, back) = self._root("broadcast", opts), shaped(tensors, moved=True)
         root, pattern = session.engine().members(self._set_id)[own], bytes_note(tensors)
-        if own == self.rank():  # The root's tensors do not change, and may not be writable.
-            back = _nothing
+        finish = None if own == self.rank() else back  # The root's tensors may not be writable.
         return self._start(
-            Collective.BROADCAST, arrays, arrays, tensors, opts, back, root=root, pattern=pattern
+            Collective.BROADCAST, arrays, arrays, tensors, opts, finish, root=root, pattern=pattern
         )
 
     @collective
@@ -178,8 +177,8 @@ class ProcessGroup(EngineGroup):
         for index, (source, target) in enumerate(zip(sources, targets, strict=True)):
             if target.size != source.size * self.size():
                 raise ValueError(
-                    f"all_gather: an output of {target.nbytes} bytes is not {self.size()} times "
-                    f"the input's {source.nbytes}."
+                    f"all_gather: an output has {target.nbytes} bytes, but needs {self.size()} times the "
+                    f"{source.nbytes} bytes of the input."
                 )
             if source.ctypes.data != target[self.rank() * source.size :].ctypes.data:
                 sources[index] = apart(source, target)
@@ -192,7 +191,9 @@ class ProcessGroup(EngineGroup):
         sizes = [[part.numel() for part in parts] for parts in output_lists]
         for tensor, counts in zip(inputs, sizes, strict=True):
             if counts[self.rank()] != tensor.numel():
-                raise ValueError(f"all_gather: {tensor.numel()} elements do not fit outputs of {counts}.")
+                raise ValueError(
+                    f"all_gather: the input has {tensor.numel()} elements, but the outputs have {counts}."
+                )
 
         def finish(results: list[Array]) -> None:
             for result, outputs in zip(results, output_lists, strict=True):
@@ -217,8 +218,8 @@ class ProcessGroup(EngineGroup):
         )
         if sum(rows) != len(given) or sum(wanted) != len(output):
             raise ValueError(
-                f"all_to_all_single: splits {rows} and {wanted} do not add up to the rows of the input, "
-                f"{len(given)}, and the output, {len(output)}. Without splits {self.size()} must divide them."
+                f"all_to_all_single: splits {rows} and {wanted} do not add up to the {len(given)} input rows "
+                f"and {len(output)} output rows. Without splits, {self.size()} must divide both numbers."
             )
         width, wide = source.size // max(1, len(given)), target.size // max(1, len(output))
         expected = [count * wide for count in wanted]
@@ -277,14 +278,14 @@ class ProcessGroup(EngineGroup):
         engine, ((array,), back) = session.engine(), flat(tensors, moved=True)
         state = engine.sets.find(self._set_id).state
         if state is None or not 0 <= tag < _TAGS:
-            raise ValueError(f"{verb}: this group has only one rank, or tag={tag} is not below {_TAGS}.")
+            raise ValueError(f"{verb}: this group has only one rank, or tag={tag} is not in [0, {_TAGS}).")
         if rank is not None and (not 0 <= rank < self.size() or rank == self.rank()):
-            raise ValueError(f"{verb}: rank {rank} is not another rank of the {self.size()} in this group.")
+            raise ValueError(f"{verb}: rank {rank} is not another rank in this group of {self.size()} ranks.")
         if engine.closed:
             raise engine.end.error()
         pending = getattr(state.transport, verb)(array.view(np.uint8), rank, tag)
         work = Transfer(engine, pending, state, verb, array.nbytes, rank, tag)
-        finish = back if verb == "receive" else _nothing
+        finish = back if verb == "receive" else None
         return GroupWork(engine, self._set_id, [work], [], tensors, finish, self._seconds(None))
 
     # Other names by which torch calls these methods.
@@ -298,9 +299,5 @@ class ProcessGroup(EngineGroup):
 def _operation(opts: Any) -> ReduceOp:
     name = str(getattr(opts.reduceOp, "op", opts.reduceOp)).rpartition(".")[2]
     if name not in _OPERATIONS:
-        raise ValueError(f'The backend "ringdance" lacks {name} here. Use SUM, AVG, MIN, MAX or PRODUCT.')
+        raise ValueError(f'The backend "ringdance" reduces by SUM, AVG, MIN, MAX or PRODUCT, not by {name}.')
     return _OPERATIONS[name]
-
-
-def _nothing(_: list[Array]) -> None:
-    pass

@@ -146,9 +146,9 @@ class GroupWork(dist.Work):
             "(timeout= of init_process_group or of the call)"
         )
         if given:
-            raise dist.DistBackendError(f"{text}. It is still running. Wait for it again.")
+            raise dist.DistBackendError(f"{text}. It is still running, so you can wait for it again.")
         what = "its group" if self._set_id else "the job"
-        text = f"{text}, so {what} has failed. See which ranks have not called it with `ringdance explain`."
+        text = f"{text}, so {what} has failed. Run `ringdance explain` to see which ranks have not called it."
         error = dist.DistBackendError(text)
         self._deliver(error)
         if self._error is error:  # It did not complete in the meantime.

@@ -42,12 +42,18 @@ def nccl_built() -> int:
     return int(major * 10000 + minor * 100 + patch)
 
 
+def filled(options: Any, **values: Any) -> Any:
+    """Return one of torch's option objects after setting its attributes."""
+    for name, value in values.items():
+        setattr(options, name, value)
+    return options
+
+
 def group_of(store: Any, rank: int, size: int, device: torch.device, timeout: timedelta) -> Any:
     """Return a torch group. Blocks until all ranks have called this with matching stores."""
     if device.type == "cpu":
         return dist.ProcessGroupGloo(store, rank, size, NO_TIMEOUT)
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout
+    options = filled(dist.ProcessGroupNCCL.Options(), _timeout=timeout)
     # By default, NCCL connects an algorithm's channels in the first call that uses it, and the host then
     # waits for the peers. But a bucket is launched before it is known whether the peers launch it too. See
     # Note [Direct buckets].
@@ -128,5 +134,5 @@ def connect(served: Sequence[Any], size: int) -> Any:
     raise RankLostError(
         f"Rank 0 of the process set, on host {host}, cannot be reached from host {socket.gethostname()} at "
         f"{', '.join(places)}, port {port}. Check that the hosts share a network, and that no firewall "
-        "is between them."
+        "blocks the connection."
     )

@@ -76,7 +76,7 @@ def direct_exchange(engine: Engine, set_id: int, kind: str, name: str) -> TorchE
     def connect() -> None:
         try:
             store = dist.PrefixStore(name, common.store)
-            connected.set_result(TorchExchange.over(store, common.device, place, NO_TIMEOUT))
+            connected.set_result(TorchExchange(store, common.device, place, NO_TIMEOUT))
         except BaseException as error:
             connected.set_exception(error)
 

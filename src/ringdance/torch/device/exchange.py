@@ -9,10 +9,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-import torch.distributed
 from torch import Tensor
 
 from ringdance.core.exchange.base import Context, Steps
@@ -21,21 +20,15 @@ from ringdance.core.request import Collective, Description, DeviceResults, Reduc
 from ringdance.errors import RankLostError, ShutDownError
 from ringdance.torch._private import renamed
 from ringdance.torch.device import communicators
-from ringdance.torch.device.communicators import dist
-from ringdance.torch.device.streams import Streams, module_of
-
-if TYPE_CHECKING:
-    pass
+from ringdance.torch.device.communicators import dist, filled
+from ringdance.torch.device.streams import enqueue, module_of
+from ringdance.training.checks import know_dtypes
 
 Pairs = Sequence[tuple[Description, Request | None]]
 # Started calls, and a function that returns the results of each request once the calls are complete.
 Started = tuple[list[Any], Callable[[], list[list[Tensor]]]]
 
-_NAMES = (
-    "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64", "float16", "bfloat16",
-    "float32", "float64", "complex64", "complex128", "bool",
-)  # fmt: skip
-DTYPES = {getattr(torch, name): name for name in _NAMES if hasattr(torch, name)}
+_DTYPES = know_dtypes(torch)
 _SUMMED = frozenset({torch.uint8, torch.int8, torch.int32, torch.int64})
 _HALVES = frozenset({torch.float16, torch.bfloat16})
 _aborted: list[Any] = []  # Groups with calls that will never complete, but still use their tensors.
@@ -46,45 +39,38 @@ def exchanges(kind: Collective, operation: ReduceOp, scales: tuple[float, float]
 
     They do not average integers exactly, and may drop NaN in Min and Max.
     """
-    if kind not in (Collective.ALLREDUCE, Collective.REDUCESCATTER):
-        return dtype in DTYPES
-    if dtype.is_floating_point or dtype.is_complex:
-        return operation in (ReduceOp.SUM, ReduceOp.AVERAGE)
-    return dtype in _SUMMED and operation is ReduceOp.SUM and scales == (1.0, 1.0)
+    if kind in (Collective.ALLREDUCE, Collective.REDUCESCATTER):
+        if dtype.is_floating_point or dtype.is_complex:
+            return operation in (ReduceOp.SUM, ReduceOp.AVERAGE)
+        return dtype in _SUMMED and operation is ReduceOp.SUM and scales == (1.0, 1.0)
+    if kind in (Collective.ALLGATHER, Collective.BROADCAST, Collective.ALLTOALL):
+        return dtype in _DTYPES
+    raise AssertionError(f"exchanges() does not support the collective {kind.name}.")
 
 
 class TorchExchange:
-    """The ``DeviceExchange`` of one process set.
+    """The ``DeviceExchange`` of one process set. Creating it blocks until all members do so.
 
     Args:
-        group: torch's ProcessGroupNCCL or ProcessGroupGloo.
         store: Store of the set's members.
         device: Device of this rank's tensors. Tensors on other devices are copied to it.
-        streams: None on the CPU.
         exchange: Describes how a request differs between the ranks.
+        timeout: Limit for an exchange between GPUs.
     """
 
     def __init__(
-        self, group: Any, store: Any, device: torch.device, streams: Streams | None, exchange: Any
+        self, store: Any, device: torch.device, exchange: Any, timeout: timedelta = communicators.TIMEOUT
     ) -> None:
-        self.group, self.store, self.device = group, store, device
-        self._streams, self._exchange = streams, exchange
-        self._size, self._rank = exchange.size, exchange.rank
+        self.store, self.device = store, device
+        self._exchange, self._size, self._rank = exchange, exchange.size, exchange.rank
+        self._stream = None if device.type == "cpu" else module_of(device).Stream(device)
+        self.group = communicators.group_of(store, exchange.rank, exchange.size, device, timeout)
         self._under_way: deque[tuple[Any, str]] = deque()  # On a GPU: the event after a batch, and its names.
-
-    @classmethod
-    def over(
-        cls, store: Any, device: torch.device, exchange: Any, timeout: timedelta = communicators.TIMEOUT
-    ) -> TorchExchange:
-        """Create an exchange for the ranks that share the store. Blocks until all have called this."""
-        streams = None if device.type == "cpu" else Streams(module_of(device), device)
-        group = communicators.group_of(store, exchange.rank, exchange.size, device, timeout)
-        return cls(group, store, device, streams, exchange)
 
     def execute(self, pairs: Pairs, members: Sequence[int]) -> Steps:
         """Run a batch. See ``DeviceExchange``."""
         if self.group is None:
-            raise ShutDownError("The communicator of these tensors is closed. Nothing more can be exchanged.")
+            raise ShutDownError("The communicator for these tensors is closed, so they cannot be exchanged.")
         d = pairs[0][0]
         if d.kind is Collective.ALLREDUCE:
             return (yield from self._run(pairs, lambda: self._allreduce(pairs)))
@@ -92,25 +78,25 @@ class TorchExchange:
             return (yield from self._run(pairs, lambda: self._broadcast(pairs, members.index(d.root))))
         results = []
         for pair in pairs:
-            results += yield from getattr(self, f"_{d.kind.name.lower()}")([pair])
+            results += yield from getattr(self, f"_{d.kind.name.lower()}")(*pair)
         return results
 
     def _run(self, pairs: Pairs, start: Callable[[], Started]) -> Steps:
         """Start calls, wait for them (on the stream or, for the CPU, here), and return the results."""
         context = self._exchange.context
         requests = [request for _, request in pairs if request is not None]
-        if self._streams is None:
+        if self._stream is None:
             calls, finish = start()
             yield from self._completed(calls, context)
             context.achieved += 1
             return [DeviceResults(results) for results in finish()]
         inputs: list[Any] = [tensor for request in requests for tensor in request.inputs]
-        with self._streams.after([request.ready for request in requests], inputs):
+        with enqueue(self._stream, [request.ready for request in requests], inputs):
             calls, finish = start()
             for call in calls:
                 call.wait()  # Makes the stream wait.
             results = [DeviceResults(tensors) for tensors in finish()]
-        event = self._streams.record()
+        event = self._stream.record_event()
         for result in results:
             result.event = event
         names = ", ".join(str(request.name or request.description.kind.name.lower()) for request in requests)
@@ -145,7 +131,7 @@ class TorchExchange:
 
     def _allreduce(self, pairs: Pairs) -> Started:
         sent = [tensor for pair in pairs for tensor in self._tensors(*pair)]
-        outputs: list[Any] = [out for d, r in pairs for out in ((r and r.outputs) or [None] * len(d.shapes))]
+        outputs = _outputs(pairs)
         calls, finishes = [], []
         for dtype in dict.fromkeys(tensor.dtype for tensor in sent):
             chosen = [index for index, tensor in enumerate(sent) if tensor.dtype is dtype]
@@ -158,29 +144,26 @@ class TorchExchange:
             by_index: dict[int, Tensor] = {}
             for chosen, finish in finishes:
                 by_index.update(zip(chosen, finish(), strict=True))
-            ordered = iter([by_index[index] for index in range(len(sent))])
-            return [[next(ordered) for _ in d.shapes] for d, _ in pairs]
+            return _by_request(pairs, [by_index[index] for index in range(len(sent))])
 
         return calls, results
 
     def _reduce_flat(
-        self, tensors: list[Tensor], given: list[Tensor | None], d: Description
+        self, tensors: list[Tensor], outputs: list[Any], d: Description
     ) -> tuple[Any, Callable[[], list[Tensor]]]:
-        """Start reducing tensors of one dtype as one flat tensor. The results are written to ``given``."""
-        lone = len(tensors) == 1 and given[0] is not None and given[0].data_ptr() == tensors[0].data_ptr()
+        """Start reducing tensors of one dtype as one flat tensor. ``outputs``: as from ``_outputs``."""
+        lone = len(tensors) == 1 and outputs[0] is not None and outputs[0].data_ptr() == tensors[0].data_ptr()
         flat = tensors[0].reshape(-1) if lone else torch.cat([tensor.reshape(-1) for tensor in tensors])
         wire, operation = self._prepared(flat, d)
-        call = self.group.allreduce([wire], _options(dist.AllreduceOptions(), reduceOp=operation))
+        call = self.group.allreduce([wire], filled(dist.AllreduceOptions(), reduceOp=operation))
 
         def finish() -> list[Tensor]:
             self._deliver(wire, flat, d)
+            if lone:
+                return outputs
             parts = torch.split(flat, [tensor.numel() for tensor in tensors])
             views = [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
-            if not lone:
-                for view, target in zip(views, given, strict=True):
-                    if target is not None:
-                        target.copy_(view)
-            return [view if out is None else out for view, out in zip(views, given, strict=True)]
+            return _written(views, outputs)
 
         return call, finish
 
@@ -191,7 +174,7 @@ class TorchExchange:
         averages 16-bit floats itself, because a sum might overflow. Complex numbers are sent as float pairs.
         """
         half = flat.dtype in _HALVES
-        wire = flat.float() if half and self._streams is None else flat
+        wire = flat.float() if half and self._stream is None else flat
         if flat.is_complex():
             wire = torch.view_as_real(flat).view(-1)
         if d.prescale != 1.0:
@@ -213,22 +196,10 @@ class TorchExchange:
     def _broadcast(self, pairs: Pairs, root: int) -> Started:
         sent = [tensor for pair in pairs for tensor in self._tensors(*pair)]
         flat = torch.cat([_bytes(tensor) for tensor in sent])
-        call = self.group.broadcast([flat], _options(dist.BroadcastOptions(), rootRank=root))
+        call = self.group.broadcast([flat], filled(dist.BroadcastOptions(), rootRank=root))
+        return [call], lambda: _by_request(pairs, _written(_views(flat, sent), _outputs(pairs)))
 
-        def results() -> list[list[Tensor]]:
-            parts = iter(_views(flat, sent))
-            results = [[next(parts) for _ in d.shapes] for d, _ in pairs]
-            for (_, request), own in zip(pairs, results, strict=True):
-                targets: Any = (request and request.outputs) or ()
-                for index, target in enumerate(targets):
-                    target.copy_(own[index])
-                    own[index] = target
-            return results
-
-        return [call], results
-
-    def _allgather(self, pairs: Pairs) -> Steps:
-        (d, request), = pairs
+    def _allgather(self, d: Description, request: Request | None) -> Steps:
         assert request is not None
         table = yield from self._exchange.gather_words([tensor.shape[0] for tensor in request.inputs])
 
@@ -237,23 +208,20 @@ class TorchExchange:
             for tensor, rows in zip(self._tensors(d, request), zip(*table, strict=True), strict=True):
                 output = tensor.new_empty((sum(rows), *tensor.shape[1:]))
                 outputs.append(output)
-                if not output.numel():
-                    continue
-                if len(set(rows)) == 1:
+                if output.numel() and len(set(rows)) == 1:
                     calls.append(renamed(self.group, "all_gather_single")(_bytes(output), _bytes(tensor)))
                     continue
                 for rank, part in enumerate(torch.split(output, list(rows))):
                     if rank == self._rank:
                         part.copy_(tensor)
                     if part.numel():
-                        options = _options(dist.BroadcastOptions(), rootRank=rank)
+                        options = filled(dist.BroadcastOptions(), rootRank=rank)
                         calls.append(self.group.broadcast([_bytes(part)], options))
             return calls, lambda: [outputs]
 
-        return (yield from self._run(pairs, start))
+        return (yield from self._run([(d, request)], start))
 
-    def _alltoall(self, pairs: Pairs) -> Steps:
-        (d, request), = pairs
+    def _alltoall(self, d: Description, request: Request | None) -> Steps:
         assert request is not None
         assert request.splits is not None
         all_splits, n = request.splits, self._size
@@ -271,13 +239,11 @@ class TorchExchange:
                 outputs.append(output)
             return calls, lambda: [outputs]
 
-        results = yield from self._run(pairs, start)
+        results = yield from self._run([(d, request)], start)
         results[0].received = received
         return results
 
-    def _reducescatter(self, pairs: Pairs) -> Steps:
-        (d, request), = pairs
-
+    def _reducescatter(self, d: Description, request: Request | None) -> Steps:
         def start() -> Started:
             calls, finishes = [], []
             for tensor in self._tensors(d, request):
@@ -289,14 +255,14 @@ class TorchExchange:
                     padded[rank, : count * width] = tensor[first[rank] : first[rank] + count].reshape(-1)
                 wire, operation = self._prepared(padded.view(-1), d)
                 total = wire.new_empty(len(wire) // self._size)
-                if self._streams is None:  # gloo's own only completes for a thread that waits for it.
+                if self._stream is None:  # gloo's own only completes for a thread that waits for it.
                     parts = wire.view(self._size, total.numel())
                     total = parts[self._rank]
                     for rank, part in enumerate(parts if total.numel() else ()):
-                        options = _options(dist.ReduceOptions(), reduceOp=operation, rootRank=rank)
+                        options = filled(dist.ReduceOptions(), reduceOp=operation, rootRank=rank)
                         calls.append(self.group.reduce([part], options))
                 else:
-                    options = _options(dist.ReduceScatterOptions(), reduceOp=operation)
+                    options = filled(dist.ReduceScatterOptions(), reduceOp=operation)
                     calls.append(renamed(self.group, "reduce_scatter_single")(total, wire, options))
                 own = total if total.dtype is tensor.dtype else tensor.new_empty(total.shape)
                 if tensor.is_complex():
@@ -311,20 +277,20 @@ class TorchExchange:
 
             return calls, results
 
-        return (yield from self._run(pairs, start))
+        return (yield from self._run([(d, request)], start))
 
     def check(self) -> None:
         """Raise RankLostError if NCCL has failed. Its kernels are then aborted, so their events complete."""
         group = self.group
-        if group is None or self._streams is None:
+        if group is None or self._stream is None:
             return
         if failure := communicators.failure_of(group):
             where = f"rank {self._rank} (host {socket.gethostname()}, {self.device})"
             names = self._under_way[0][1] if self._under_way else "a bucket"
             raise RankLostError(
-                f"{group.name()} failed on {where} in '{names}' or after it: {failure}. Look for the first "
-                "rank that exited and for Xid errors in the kernel log (dmesg), and run again with "
-                "NCCL_DEBUG=WARN for NCCL's own reason."
+                f"{group.name()} failed on {where} during '{names}' or a later exchange: {failure}. Look for "
+                "the first rank that exited and for Xid errors in the kernel log (dmesg), and run again with "
+                "NCCL_DEBUG=WARN to see NCCL's own message."
             )
         while self._under_way and self._under_way[0][0].query():
             self._under_way.popleft()
@@ -333,21 +299,34 @@ class TorchExchange:
         """Free the communicator. Unless ``agreed``, abort it on a thread, because that may take long."""
         group, self.group = self.group, None
         self._under_way.clear()
-        if group is None or (agreed and self._streams is None):
+        if group is None or (agreed and self._stream is None):
             return
-        if self._streams is not None and agreed:
-            self._streams.synchronize()  # Otherwise, enqueued calls would be aborted.
+        if self._stream is not None and agreed:
+            self._stream.synchronize()  # Otherwise, enqueued calls would be aborted.
             group.shutdown()
             return
         _aborted.append(group)
-        if self._streams is not None:
+        if self._stream is not None:
             threading.Thread(target=group.abort, name="ringdance abort", daemon=True).start()
 
 
-def _options(options: Any, **values: Any) -> Any:
-    for name, value in values.items():
-        setattr(options, name, value)
-    return options
+def _outputs(pairs: Pairs) -> list[Any]:
+    """Return the tensors that results are written to, or None for results in new memory."""
+    return [out for d, r in pairs for out in ((r and r.outputs) or [None] * len(d.shapes))]
+
+
+def _written(results: Sequence[Tensor], outputs: Sequence[Tensor | None]) -> list[Tensor]:
+    """Copy results to the outputs, if any. Returns the tensors that hold the results."""
+    return [
+        result if output is None else output.copy_(result)
+        for result, output in zip(results, outputs, strict=True)
+    ]
+
+
+def _by_request(pairs: Pairs, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Divide the tensors of a batch into lists, one for each request."""
+    remaining = iter(tensors)
+    return [[next(remaining) for _ in d.shapes] for d, _ in pairs]
 
 
 def _bytes(tensor: Tensor) -> Tensor:

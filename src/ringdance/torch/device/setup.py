@@ -42,7 +42,7 @@ def make_exchange(exchange: Exchange, kind: str) -> Steps:
 
     def connect() -> TorchExchange:
         store = server or communicators.connect(served, exchange.size)
-        return TorchExchange.over(store, device, exchange)
+        return TorchExchange(store, device, exchange)
 
     return (yield from on_thread(connect))
 
@@ -54,7 +54,7 @@ def _check_devices(exchange: Exchange, uuid: str) -> Steps:
     shared = [rank for rank, item in enumerate(gpus) if gpus.count(item) > 1]
     if shared and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
         raise ArgumentError(
-            f"Ranks {', '.join(map(str, shared))} share a GPU with other ranks of host {gpus[shared[0]][0]}. "
+            f"Ranks {', '.join(map(str, shared))} share a GPU with other ranks on host {gpus[shared[0]][0]}. "
             "Call torch.cuda.set_device(hvd.local_rank()) after hvd.init(), and start at most one rank for "
             "each GPU."
         )

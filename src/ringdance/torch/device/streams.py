@@ -13,51 +13,26 @@ from torch import Tensor
 from ringdance.core.request import DeviceResults
 
 
-class Streams:
-    """The stream on which tensors are exchanged, and events. See Note [Streams].
-
-    Args:
-        module: torch's module for the device, such as ``torch.cuda``.
-        device: Device of the stream.
-    """
-
-    def __init__(self, module: Any, device: torch.device) -> None:
-        self._module, self._device, self._stream = module, device, module.Stream(device)
-
-    @contextlib.contextmanager
-    def after(self, events: Sequence[Any], tensors: Sequence[Tensor]) -> Iterator[None]:
-        """Enqueue the block's work on the tensors on the stream, after these events."""
-        for event in events:
-            self._stream.wait_event(event)
-        with self._module.device(self._device), self._module.stream(self._stream):
-            yield
-        for tensor in tensors:
-            tensor.record_stream(self._stream)
-
-    def synchronize(self) -> None:
-        """Make the host wait until the stream has finished its work."""
-        self._stream.synchronize()
-
-    def record(self) -> Any:
-        """Return an event after the work enqueued on the stream so far."""
-        event = self._module.Event()
-        event.record(self._stream)
-        return event
-
-
 def module_of(device: torch.device) -> Any:
     """Return torch's module for a kind of device, such as ``torch.cuda``."""
     return getattr(torch, device.type)
 
 
+@contextlib.contextmanager
+def enqueue(stream: Any, events: Sequence[Any], tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Enqueue the block's work on the tensors on a stream, after these events."""
+    for event in events:
+        stream.wait_event(event)
+    module = module_of(stream.device)
+    with module.device(stream.device), module.stream(stream):
+        yield
+    for tensor in tensors:
+        tensor.record_stream(stream)
+
+
 def mark(tensor: Tensor) -> Any:
     """Return an event after the work enqueued on the current stream so far, or None on the CPU."""
-    if tensor.is_cpu:
-        return None
-    module = module_of(tensor.device)
-    event = module.Event()
-    event.record(module.current_stream(tensor.device))
-    return event
+    return None if tensor.is_cpu else module_of(tensor.device).current_stream(tensor.device).record_event()
 
 
 def wait_on_host(event: Any, seconds: float = 60.0) -> None:
