@@ -264,17 +264,16 @@ def test_the_best_number_of_hosts(bench: Path) -> None:
 
 def test_epochs_by_the_reference_points() -> None:
     curve = curves()["resnet50"]
-    assert curve.at(256) == (35, 7.4 * 256 / 1632, 2)
-    assert curve.at(8192) == (42, 17, 5)
-    between = curve.at(16384)
-    assert between is not None
-    assert 45 < between[0] < 56
-    assert curve.at(65537) is None
+    assert curve.epochs(256) == 35
+    assert curve.epochs(8192) == pytest.approx(42)
+    assert curve.epochs(65536) == pytest.approx(84)
+    assert 45 < (curve.epochs(16384) or 0) < 56
+    assert curve.epochs(65537) is None
     on, model = instance("p3.16xlarge"), models()["resnet50"]
     options = PlanOptions(samples=IMAGES, curve=curve)
     load = from_model(model, 700, 256, on, options)
     some, beyond = (predict(load, on, ranks, options) for ranks in (8, 512))
-    assert some.hours == pytest.approx(IMAGES * (curve.at(2048) or (0,))[0] / some.samples_per_second / 3600)
+    assert some.hours == pytest.approx(IMAGES * (curve.epochs(2048) or 0) / some.samples_per_second / 3600)
     assert some.money == pytest.approx((some.hours or 0) * 24.48)
     assert beyond.hours is None
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from ringdance.launch.mpi.mpirun import parse
-from ringdance.tools.bench.threads import Result, Setting, Trials, search
 from ringdance.tools.cli import main
+from ringdance.tools.tune import Result, Setting, Trials, search
 
 SPACE = {"ranks": [1, 2, 4], "intra": [1, 2, 4], "bind": [0, 1]}
 SCRIPT = """
