@@ -235,7 +235,7 @@ def _space(given: argparse.Namespace, cores: int, hosts: int) -> dict[str, list[
     fit = [n for n in ranks if batch % (n * hosts) == 0]
     if not fit:
         near = -(-batch // (ranks[0] * hosts)) * ranks[0] * hosts
-        problem = f"--global-batch {batch} cannot be divided among {ranks} ranks on each of {hosts} hosts"
+        problem = f"--global-batch {batch} cannot be divided among {ranks} ranks per host, hosts: {hosts}"
         raise LaunchError(f"{problem}. Use --global-batch {near}")
     if left := [n for n in ranks if n not in fit]:
         print(f"Skipped because they do not divide {batch}: {left} ranks per host.", file=sys.stderr)
@@ -269,7 +269,7 @@ def _threads(given: argparse.Namespace) -> int:
     if not _speed_of(tried[best]):
         return 1
     first = next(setting for setting, results in tried.items() if _speed_of(results))
-    print("Best" if best != first else "Nothing was certainly faster than the first", end="")
+    print("Best" if best != first else "No setting was certainly faster than the first", end="")
     print(f": {best}. Ready to run:\n{shlex.join(['ringdance', *trials.line(best)])}")
     return 0
 

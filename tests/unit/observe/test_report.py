@@ -170,7 +170,7 @@ def test_samples_are_shown_once_the_batch_is_known(
 
 def test_a_run_of_few_steps_says_so(tmp_path: Path) -> None:
     file = write(tmp_path, [0.1]) / "metrics-0.jsonl"
-    text = "Judged by only {}. A longer run says more."
+    text = "Based on only {}. A longer run says more."
     lines = file.read_text().splitlines()
     assert not any("Judged" in line for line in judge(read_run(tmp_path)).evidence)
     late = json.loads(lines[1]) | {"steps": 2, "time": 1030.0, "last_step_time": 1030.0}

@@ -123,7 +123,7 @@ def test_the_best_command_has_a_directory_without_the_trials_files(
 
 def test_one_searcher_at_a_time_and_one_space(tmp_path: Path) -> None:
     study = Study(tmp_path, space())
-    with pytest.raises(LaunchError, match="another `ringdance search` works on this study"):
+    with pytest.raises(LaunchError, match="another `ringdance search` is using this study"):
         Study(tmp_path, space())
     study._lock.close()
     other = parse_space({"parameters": {**BRANIN, "x": {"low": -5.0, "high": 9.0}}})

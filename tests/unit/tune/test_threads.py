@@ -129,7 +129,7 @@ def test_no_trial_outlives_the_command(number: int, tmp_path: Path) -> None:
     [
         ("-- true {batch}", "Add --global-batch N"),
         ("--global-batch 8 -- true", "Add {batch} in the command"),
-        ("--global-batch 8 --ranks 3 -- true {batch}", "on each of 1 hosts. Use --global-batch 9"),
+        ("--global-batch 8 --ranks 3 -- true {batch}", "ranks per host, hosts: 1. Use --global-batch 9"),
         ("--ranks 1,2 -- true", "the batch of all ranks would change"),
         ("--intra 0,2 -- true", "'0,2' is not a list of numbers of 1 or more"),
         ("--seconds 0 -- true", "0: give a finite number, more than 0"),

@@ -105,7 +105,7 @@ def _plan(given: argparse.Namespace) -> int:
     if work and not options.samples:
         raise LaunchError(f"{load.model} has no usual number of samples. Pass --samples N (per epoch)")
     if given.budget and on.price is None:
-        raise LaunchError(f"--budget: the price of {on.name} is not known. Pass it: --price P")
+        raise LaunchError(f"--budget needs the price of {on.name}, which is not known. Pass --price P")
     per_host = options.per_host(load, on)
     ranks = given.np or [per_host * 2**power for power in range(6)]
     of_ranks = cache(lambda ranks: predict(load, on, ranks, options))
@@ -122,7 +122,7 @@ def _plan(given: argparse.Namespace) -> int:
         )
         verdict = _verdict(best, list(tried.values()), given)
         if best and best.ranks > _FAR * load.ranks:
-            verdict += f" That is {best.ranks / load.ranks:,.0f} times the measured ranks: measure more."
+            verdict += f" That is {best.ranks / load.ranks:,.0f} times the measured ranks: measure on more."
     rounded = [(count, row) for count, row in zip(ranks, rows, strict=True) if count != row.ranks]
     assumed = assumptions(load, on, options, rounded)
     if given.json:
@@ -281,7 +281,7 @@ def _verdict(best: Row | None, tried: Sequence[Row], given: argparse.Namespace) 
         return f"No advice: a batch of {tried[0].batch:,} is beyond the reference points."
     row = min(known, key=lambda row: (row.hours if given.deadline else row.money) or 0.0)
     nearest = f"{_cell(row.hours)} hours" + (f" and ${_cell(row.money)}" if row.money else "")
-    return f"No number of hosts up to {_MOST} meets {limit}. The nearest is {row.hosts}, with {nearest}."
+    return f"No plan with up to {_MOST} hosts meets {limit}. The nearest has {row.hosts}, with {nearest}."
 
 
 def _hours(text: str) -> float:
