@@ -142,7 +142,7 @@ def test_results_of_another_command_are_not_mixed(tmp_path: Path) -> None:
     study = Study(tmp_path, space(), ["python", "t.py", "{x}"])
     study.tell(study.trial(), "COMPLETE", 1.0)
     study._lock.close()
-    with pytest.raises(LaunchError, match=r"another command: it was `python t.py '{x}'`, and is `python u`"):
+    with pytest.raises(LaunchError, match=r"another command: `python t.py '{x}'`, not `python u`"):
         Study(tmp_path, space(), ["python", "u"])
     gc.collect()
     Study(tmp_path, space(), ["python", "t.py", "{x}"])
