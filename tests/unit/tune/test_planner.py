@@ -312,7 +312,7 @@ KNOWN = ("--model", "resnet50", "--images-per-second", "395", *COMMON)
         ((*KNOWN, "--ranks-per-host", "32"), "p3.16xlarge has 8 GPUs, one for each rank"),
         ((*KNOWN, "--samples", "9"), "--samples and --price need --epochs N"),
         (("--from", "{bench}", "--instance", "c5.9xlarge", "--epochs", "9"), "no usual number of samples"),
-        (("--from", "{bench}", "--instance", "c5.9xlarge", "--of", "2"), "--of 2 needs the total rate of these"),
+        (("--from", "{bench}", "--instance", "c5.9xlarge", "--of", "2"), "--of 2 needs the total rate"),
         (("--model", "vgg16", "--images-per-second", "9e6", "--of", "16", *COMMON), "exchanges alone take"),
         (("--from", "{bench}", "--instance", "c5.9xlarge", "--batch", "8"), "train --model small --batch 8"),
         (("--from", "{other}", "--instance", "c5.9xlarge"), "not a measurement"),
