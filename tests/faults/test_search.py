@@ -174,7 +174,7 @@ def test_failed_trials_are_kept_apart_and_end_the_search(tmp_path: Path) -> None
     assert running.returncode == 1
     assert "exit code 1 (space.search/failed/0001.1/log)" in out
     assert "no loss was found by loss (\\S+) (space.search/failed/0000.1/log)" in out
-    assert "trials have failed, so the search stops" in out
+    assert "The search stops, because too many trials have failed" in out
     assert (tmp_path / "space.search/failed/0001.1/log").read_text() == "no metric\n"
     assert not list((tmp_path / "space.search/trials").iterdir())
 
@@ -255,7 +255,7 @@ def test_a_copied_study_leaves_the_trials_of_the_first_alone(tmp_path: Path) -> 
     (tmp_path / "go").touch()
     for item in (copy, running):
         out, _ = item.communicate(timeout=60)
-        assert "1 trials: 1 finished; best loss 1," in out, out
+        assert "1 trial: 1 finished; best loss 1," in out, out
     assert len(search.said("begin")) == 2
 
 

@@ -34,15 +34,13 @@ class Epoch:
         self.pool = ThreadPoolExecutor(loader.threads, loader.thread_name)
         self.reads = ThreadPoolExecutor(_READS, f"{loader.thread_name}-read")
         self._pending: deque[Wait] = deque()
-        self._parts: Iterator[Any] | None = None
+        self._parts = loader.parts(self)
         self.begun: Future[None] | None = None
         self.process = os.getpid()
         self.planned = False  # True once all remaining work has been submitted to the threads
 
     def fill(self) -> None:
         """Submit work up to the limit on batches prepared ahead."""
-        if self._parts is None:
-            self._parts = self._loader.parts(self)
         while len(self._pending) < self._loader.ahead and not self.planned:
             if part := next(self._parts, None):
                 self._pending.append(self._loader.prepare(self, part))

@@ -29,19 +29,14 @@ def needed(module: str) -> ModuleType:
     return optional(module, ArgumentError, package="pillow" if module.startswith("PIL") else "")
 
 
-def crc32c(data: bytes) -> int:
-    """Return the CRC-32C of ``data``."""
-    return needed("google_crc32c").value(data)
-
-
-def crc32c_extend(crc: int, data: bytes) -> int:
-    """Extend a CRC-32C by ``data``."""
+def crc32c(data: bytes, crc: int = 0) -> int:
+    """Return the CRC-32C of ``data``. Pass the CRC-32C of preceding bytes to include these bytes."""
     return needed("google_crc32c").extend(crc, data)
 
 
 def file_crc32c(path: Path) -> int:
     """Return the CRC-32C of a file."""
-    return _file_checksum(path, lambda data, crc: crc32c_extend(crc, data))
+    return _file_checksum(path, crc32c)
 
 
 def file_crc32(path: Path) -> int:
@@ -67,7 +62,7 @@ def why_not(error: Exception, directory: Path) -> str:
     return text
 
 
-class ShardWriter:
+class ShardWriter(contextlib.AbstractContextManager["ShardWriter"]):
     """A file that appears under its name only when it is complete and on disk.
 
     Args:
@@ -94,9 +89,6 @@ class ShardWriter:
         """Wait until all written bytes are on disk. Raises OSError, for example if the disk is full."""
         self._file.flush()
         os.fsync(self._file.fileno())
-
-    def __enter__(self) -> ShardWriter:
-        return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         """Wait until the file is on disk and rename it to its final name. After an error, remove it.

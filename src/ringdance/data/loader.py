@@ -135,9 +135,9 @@ class Loader(ImageBatches):
         check_positive(threads=threads, prefetch=prefetch)
         if read_bytes is not None and read_bytes < 0:
             raise ArgumentError(f"read_bytes={read_bytes} is negative. Use 0 to read each image separately.")
-        self._decode, self.transform = images.decode_into, transform
-        self.dataset, self.augment, self.piece = dataset, augment, piece_of(dataset, read_bytes)
-        self._will_need: Any = getattr(dataset, "will_need", None)
+        self._decode, self.transform, self.augment = images.decode_into, transform, augment
+        self.dataset: Any = dataset
+        self.piece = piece_of(dataset, read_bytes)
         shuffle = augment if shuffle is None else shuffle
         plan = BatchPlan(
             len(dataset), batch_size, shuffle, seed, rank, size, drop_last=drop_last, piece=self.piece
@@ -172,7 +172,7 @@ class Loader(ImageBatches):
         """Read some samples into the page cache. Errors are reported later, when they are decoded."""
         # When the interpreter exits, it waits for all submitted work, even if the results are not needed.
         if not (epoch.stop.is_set() or getattr(concurrent.futures.thread, "_shutdown", False)):
-            self._will_need(first, stop)
+            self.dataset.will_need(first, stop)
 
     def prepare(self, epoch: Epoch, part: Any) -> Wait:
         """Submit the images of a batch to the threads."""

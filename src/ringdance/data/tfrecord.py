@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import BinaryIO
 
-from ringdance.data.files import ShardWriter, crc32c, crc32c_extend
+from ringdance.data.files import ShardWriter, crc32c
 from ringdance.data.sample import Sample
 from ringdance.errors import ArgumentError
 
@@ -79,7 +79,7 @@ def write(shard: ShardWriter, sample: Sample) -> int:
     shard.write(_head(len(head) + len(sample.image)) + head)
     offset = shard.size
     shard.write(sample.image)
-    shard.write(_CRC.pack(masked(crc32c_extend(crc32c(head), sample.image))))
+    shard.write(_CRC.pack(masked(crc32c(sample.image, crc32c(head)))))
     return offset
 
 

@@ -45,7 +45,7 @@ _COMMANDS = {
     },
     "tune and predict": {
         "plan": ("ringdance.tools.plan.cli", "predict speed, hours and money on other machines"),
-        "tune": ("ringdance.tools.bench.threads", "find the best threads and ranks per host on CPUs"),
+        "tune": ("ringdance.tools.tune", "find the best threads and ranks per host on CPUs"),
     },
     "data and hosts": {
         "data": ("ringdance.tools.data", "prepare images for training; check and describe data sets"),

@@ -7,10 +7,9 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from ringdance.data.prepare import coco, criteo, inspect
+from ringdance.data.prepare import coco, criteo, inspect, prepare
 from ringdance.data.prepare.foreign import index
 from ringdance.data.prepare.generate import generate
-from ringdance.data.prepare.prepare import prepare
 from ringdance.data.prepare.sources import SPLITS
 from ringdance.data.tables.writing import ENDS
 from ringdance.data.writing import ENDINGS
@@ -134,19 +133,24 @@ def main(argv: Sequence[str]) -> int:
 def _add_prepare(parser: argparse.ArgumentParser) -> None:
     group = parser.add_subparsers(metavar="DATASET", title="commands", required=True)
     for name, help, add, run, epilog in (
-        ("imagenet", "images, also from any other class directories", _add_images, _prepare, _PREPARE),
-        ("criteo", "click logs, also in LibSVM or TFRecords", _add_clicks, _prepare_clicks, _PREPARE_CLICKS),
-        ("coco", "images with boxes and masks, in COCO's format", _add_coco, _prepare_coco, _PREPARE_COCO),
+        ("imagenet", "images, also from any other class directories", _add_images, prepare.prepare, _PREPARE),
+        ("criteo", "click logs, also in LibSVM or TFRecords", _add_clicks, criteo.prepare, _PREPARE_CLICKS),
+        ("coco", "images with boxes and masks, in COCO's format", _add_coco, coco.prepare, _PREPARE_COCO),
     ):
         subparser = group.add_parser(name, help=help, description=f"Prepare {help}.", epilog=epilog)
         add(subparser)
+        subparser.add_argument("destination", type=_absolute, metavar="DST", help="directory of the data set")
         subparser.set_defaults(prepare=run)
+
+
+def _absolute(text: str) -> Path:
+    """Parse a path. Plans and error messages contain absolute paths."""
+    return Path(text).absolute()
 
 
 def _add_images(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("source", type=Path, metavar="SRC", help="directory with the images or tars, see below")
-    add("destination", type=Path, metavar="DST", help="directory of the data set")
+    add("source", type=_absolute, metavar="SRC", help="directory with the images or tars, see below")
     add("--format", choices=tuple(ENDINGS), default="tfrecord", help="default: tfrecord")
     text = "files for train; validation gets an eighth as many (default: about 134 MB each)"
     add("--shards", type=positive, default=0, metavar="N", help=text)
@@ -167,29 +171,13 @@ def _add_processes(parser: argparse.ArgumentParser) -> None:
     add("-np", "--num-proc", type=positive, default=usable_cores(), metavar="N", help=text)
 
 
-def _prepare(given: argparse.Namespace) -> int:
-    return prepare(given.source.absolute(), given.destination.absolute(), given)
-
-
-def _prepare_clicks(given: argparse.Namespace) -> int:
-    apart = given.validation.absolute() if isinstance(given.validation, Path) else None
-    files = criteo.find([path.absolute() for path in given.source], apart)
-    return criteo.prepare(given.destination.absolute(), files, given)
-
-
 def _add_coco(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("source", type=Path, metavar="SRC", help="directory in COCO's layout, see below")
-    add("destination", type=Path, metavar="DST", help="directory of the data set")
+    add("source", type=_absolute, metavar="SRC", help="directory in COCO's layout, see below")
     text = "only this split, such as train2017 (default: all in SRC/annotations)"
     add("--split", action="append", default=[], metavar="SPLIT", help=text)
     text = "maximum broken items to leave out of a split (default: a hundredth of its annotations)"
     add("--max-broken", type=int, metavar="N", help=text)
-
-
-def _prepare_coco(given: argparse.Namespace) -> int:
-    source, destination = given.source.absolute(), given.destination.absolute()
-    return coco.prepare(source, destination, given.split, given.max_broken)
 
 
 def _add_directory(parser: argparse.ArgumentParser) -> None:
@@ -215,15 +203,15 @@ _share = at_least(float, 0, 1)
 
 def _share_or_path(text: str) -> float | Path:
     try:
-        return Path(text) if os.path.exists(text) else _share(text)
+        return _absolute(text) if os.path.exists(text) else _share(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text}: give a file, a directory or a share, 0 to 1") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a file, directory or share (0 to 1)") from None
 
 
 def _add_clicks(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("source", type=Path, nargs="+", metavar="SRC", help="files, or a directory with files, see below")
-    add("destination", type=Path, metavar="DST", help="directory of the data set")
+    text = "files, or a directory with files, see below"
+    add("source", type=_absolute, nargs="+", metavar="SRC", help=text)
     text = "default: rows, which needs no parsing in training"
     add("--format", choices=tuple(ENDS), default="rows", help=text)
     add("--shards", type=positive, default=0, metavar="N", help="files for train (default: 268 MB each)")
@@ -268,9 +256,7 @@ _SUBCOMMANDS = {
         "show splits, samples or rows, classes and bytes", _add_directory,
     ),
     "index": Subcommand(
-        lambda arguments: LEFT_OUT * bool(
-            index(arguments.directory, arguments.split, arguments.files, arguments.first_label)
-        ),
+        lambda arguments: LEFT_OUT * bool(index(arguments)),
         "write an index for TFRecords or tars made by others", _add_index, _INDEX,
     ),
     "generate": Subcommand(

@@ -72,7 +72,6 @@ def _copy(arguments: argparse.Namespace) -> int:
     target.mkdir(parents=True, exist_ok=True)
     for path in files:
         (target / path.name).write_bytes(path.read_bytes())
-    for path in files:
         print(target / path.name)
     print(f"Try: {_RECIPES[arguments.recipe].format(shlex.quote(str(target)))}", file=sys.stderr)
     return 0

@@ -104,7 +104,7 @@ INDEXED: dict[str, tuple[Make, int, int, tuple[str, ...]]] = {
         shard(("IMG1.jpg", JPG, "0"), ("IMG2.v2.jpg", JPG, "1"), ("v1.0/a.jpg", JPG, "2")),
         2,
         3,
-        ("left out: 1", "IMG2.v2.jpg", "no image"),
+        ("left out 1 sample", "IMG2.v2.jpg", "no image"),
     ),
     "webp and png beside jpg": (
         shard(("a.webp", WEBP, "0"), ("b.JPG", JPG, "1"), ("c.Png", PNG, "2")),
@@ -117,7 +117,7 @@ INDEXED: dict[str, tuple[Make, int, int, tuple[str, ...]]] = {
         members(("a.jpg", JPG), ("a.jpg", PNG), ("a.cls", b"1")),
         1,
         3,
-        ("left out: 1", "a.jpg", "no .cls"),
+        ("left out 1 sample", "a.jpg", "no .cls"),
     ),
     "all images before all labels": (
         members(("a.jpg", JPG), ("b.jpg", JPG), ("a.cls", b"0"), ("b.cls", b"1")),
@@ -129,7 +129,7 @@ INDEXED: dict[str, tuple[Make, int, int, tuple[str, ...]]] = {
         shard(("a.jpg", JPG, "0.5"), ("b.jpg", JPG, "1.0")),
         1,
         3,
-        ("left out: 1", "a.jpg", "0.5"),
+        ("left out 1 sample", "a.jpg", "0.5"),
     ),
     "odd labels": (
         shard(
@@ -156,7 +156,7 @@ INDEXED: dict[str, tuple[Make, int, int, tuple[str, ...]]] = {
         ),
         1,
         3,
-        ("left out: 12", "0.jpg", "11.jpg"),
+        ("left out 12 samples: ", "0.jpg", "11.jpg"),
     ),
     "a .cls beside a .json without label": (
         members(("a.jpg", JPG), ("a.json", b'{"w": 1}'), ("a.cls", b"3")),
@@ -186,7 +186,7 @@ INDEXED: dict[str, tuple[Make, int, int, tuple[str, ...]]] = {
         both(members(("a.jpg", JPG), ("a.cls", b"1"), ("b.heic", b"x"), ("b.cls", b"1"), ("README", b"x"))),
         1,
         3,
-        ("left out: 2", "b.heic", "README"),
+        ("left out 2 samples: ", "b.heic", "README"),
     ),
     "empty image": (shard(("a.jpg", b"", "0"), ("b.jpg", JPG, "1")), 1, 3, ("a.jpg", "empty")),
     "links": (
@@ -207,7 +207,7 @@ INDEXED: dict[str, tuple[Make, int, int, tuple[str, ...]]] = {
         shard(("\udcff\udcfe.jpg", JPG, "0"), ("\udcff.jpg", JPG, "x")),
         1,
         3,
-        ("left out: 1", "\\udcff.jpg"),
+        ("left out 1 sample", "\\udcff.jpg"),
     ),
     "no recognised image": (shard(("a.heic", b"x", "0")), 0, 2, ("no samples of train", "a.heic")),
     "a tar of nothing": (members(), 0, 2, ("no samples of train",)),
@@ -254,7 +254,7 @@ INDEXED: dict[str, tuple[Make, int, int, tuple[str, ...]]] = {
         both(shard(("a.jpg", JPG, "0")), lambda root: (root / "val-1.TAR").symlink_to("train-0.tar")),
         1,
         0,
-        ("validation: 1 samples",),
+        ("validation: 1 sample ",),
     ),
     "other files": (
         both(
@@ -285,7 +285,7 @@ INDEXED: dict[str, tuple[Make, int, int, tuple[str, ...]]] = {
         ),
         1,
         3,
-        ("left out: 1", "no label", "0.5", "not hold a tf.train.Example"),
+        ("left out 1 sample", "no label", "0.5", "not hold a tf.train.Example"),
     ),
     "records of something else": (records(record(1, None)), 0, 2, ("train.tfrecord", "no image", "label")),
     "a wrong checksum": (
@@ -307,7 +307,7 @@ INDEXED: dict[str, tuple[Make, int, int, tuple[str, ...]]] = {
         both(records(record(1)), records(record(1), name="VAL-0.tfrecord")),
         1,
         0,
-        ("validation: 1 samples",),
+        ("validation: 1 sample ",),
     ),
 }
 

@@ -164,7 +164,7 @@ def test_unusual_images_are_converted_and_broken_ones_listed(tmp_path, capfd):
     for name, data in special.items():
         (first / name).write_bytes(data)
     assert prepare(tmp_path / "src", tmp_path / "dst", "--max-broken", 2) == 2
-    assert "3 of 21 images of train are broken" in capfd.readouterr().err
+    assert "too many broken items: 3 of 21 images of train" in capfd.readouterr().err
     assert not (tmp_path / "dst/train.json").exists()
     for _ in ("written", "complete since an earlier run"):
         assert prepare(tmp_path / "src", tmp_path / "dst", "--max-broken", 3) == 3
@@ -276,11 +276,11 @@ def test_errors_say_what_to_do(tmp_path, capfd):
     assert "are not labels. Use imagenet_2012" in refused("--labels", tmp_path / "labels.txt")
     (tmp_path / "labels.txt").write_text("n01440764\n")
     assert "has 1 labels, but there are 6 images" in refused("--labels", tmp_path / "labels.txt")
-    assert "train has 12 images: use 1 to 12 files" in refused("--split", "train", "--shards", 13)
+    assert "train has 12 images. Use 1 to 12." in refused("--split", "train", "--shards", 13)
     (tmp_path / "src/train/n09999999").mkdir()
     assert "classes without images: n09999999" in refused("--split", "train")
     (tmp_path / "src/train/n09999999/instances.json").touch()
-    assert "src/train does not hold classes: n09999999 has instances.json" in refused("--split", "train")
+    assert "is not divided into classes: n09999999 has instances.json" in refused("--split", "train")
     shutil.rmtree(tmp_path / "src/train/n09999999")
     assert not list((tmp_path / "dst").glob("train*"))
     assert run("prepare", "imagenet", tmp_path / "src", tmp_path / "src/train/dst", "--split", "train") == 2

@@ -40,14 +40,14 @@ BROKEN = {
     "not four numbers: None": annotation(23, bbox=None),
     "unknown category_id 8": annotation(24, category_id=8),
     "unknown image_id 99": annotation(25, image_id=99),
-    "entry 12 has the id of an earlier one": annotation(1, bbox=[0, 0, 1, 1]),
+    "entry 12 repeats the id of an earlier annotation": annotation(1, bbox=[0, 0, 1, 1]),
     "a polygon is not three": annotation(27, segmentation=[[2, 3, 12, 3]]),
     "a polygon is not three or more pairs": annotation(28, segmentation=[[2, 3, 12, 3, 12, 11, 4]]),
     "run lengths are not for 768 pixels": annotation(30, segmentation=runs(100, 68)),
     "run lengths are": annotation(31, segmentation=runs("T3T2hb")),
     "neither polygons nor run lengths of": annotation(32, segmentation=runs(768, size=(32, 24))),
     "neither": annotation(33, segmentation="T3"),
-    "not have an id": {"image_id": 1},
+    "id is not a whole": {"image_id": 1},
     "unknown image_id [1]": annotation(35, image_id=[1]),
     "not four numbers: [1": annotation(36, bbox=[10**400, 1, 1, 1]),
     "far outside": annotation(37, segmentation=[[1e9, 3, 12, 3, 12, 11]]),
@@ -119,7 +119,7 @@ def test_too_much_that_is_broken_is_refused(
     target = tmp_path / "checked"
     assert main(["data", "prepare", "coco", str(source), str(target)]) == 2
     total = len(BROKEN) + 5
-    assert f"{total} images, annotations and categories of train2017 are broken" in capsys.readouterr().err
+    assert f"too many broken items: {total} entries of train2017" in capsys.readouterr().err
     assert not (target / "annotations" / "instances_train2017.json").exists()
     assert len(problems(target)) == total
 
@@ -147,7 +147,7 @@ def test_annotations_go_with_their_images_after_another_source(
     (target / "val").unlink()
     (target / "val").mkdir()
     assert main(["data", "prepare", "coco", str(first), str(target)]) == 2
-    assert "is not a link and may have other images" in capsys.readouterr().err
+    assert "is not a link and may contain other images" in capsys.readouterr().err
     table = json.loads((target / "annotations" / "instances_val.json").read_text())
     assert [one["id"] for one in table["annotations"]] == [2], "a refused run changes nothing"
 

@@ -159,7 +159,7 @@ def test_what_would_be_lost_or_taken_twice_is_refused(source, tmp_path, capsys, 
     day, packed = logs / "day_11", gzip.compress(b"".join(lines[:900]))
     day.with_suffix(".gz").write_bytes(packed)
     day.write_bytes(b"".join(lines[:900]))
-    assert f"{day}.gz has the rows of {day}, too" in refused(logs, out)
+    assert f"{day}.gz has the rows of {day}." in refused(logs, out)
     assert f"{logs}/day_2 has the rows of {logs}/day_2" in refused(logs / "day_2", logs / "day_2", out)
     day.unlink()
     assert f"{logs}/day_2 has the rows of {logs}/day_2" in refused(logs, out, "--validation", logs / "day_2")
@@ -176,7 +176,7 @@ def test_what_would_be_lost_or_taken_twice_is_refused(source, tmp_path, capsys, 
         day.unlink()
     empty = tmp_path / "empty"
     empty.touch()
-    assert "empty is not a click-log file (judging by its head): it is empty" in refused(empty, out)
+    assert "empty is not a click-log file, judging by its head: it is empty" in refused(empty, out)
     for number, data in enumerate((packed[:5], packed[:-9], b"no gzip", packed[:-9] + b"x" * 9)):
         path = tmp_path / f"{number}.gz"
         path.write_bytes(data)
@@ -213,7 +213,7 @@ def test_a_source_that_changes_meanwhile_is_refused(source, prepared, tmp_path, 
 
         monkeypatch.setattr(shuffle, "parse", changing)
         assert prepare(path, out, "--chunk", 0.2) == 2
-        assert f"{path} has changed in the meantime" in capsys.readouterr().err
+        assert f"{path} has changed since the start" in capsys.readouterr().err
         assert not list(out.glob(".prepare/unit.*" if format != "csv" else ".prepare/unit.0.0.*"))
 
 
@@ -228,7 +228,7 @@ def test_a_damaged_file_of_a_prepared_source_is_named(source, tmp_path, capsys, 
     assert f"{path} is damaged: it has {len(data) - 300} bytes" in capsys.readouterr().err
     path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     assert prepare(made, tmp_path / "out") == 2
-    assert f"{path} is damaged: its checksum is not that in the index" in capsys.readouterr().err
+    assert f"{path} is damaged: its checksum differs from the index" in capsys.readouterr().err
 
 
 def test_what_an_interrupted_run_has_left_damaged_is_done_again(source, tmp_path, monkeypatch, capsys):
@@ -294,7 +294,7 @@ def test_files_of_others_are_never_removed(prepared, tmp_path, capsys):
 
 def test_a_validation_that_is_nothing_says_what_it_may_be(capsys):
     assert main(["prepare", "criteo", "a", "b", "--validation", "nowhere"]) == 2
-    assert "--validation: nowhere: give a file, a directory or a share" in capsys.readouterr().err
+    assert "--validation: 'nowhere' is not a file, directory or share" in capsys.readouterr().err
 
 
 def test_info_and_verify(source, tmp_path, capsys):

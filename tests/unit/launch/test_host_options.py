@@ -14,8 +14,8 @@ from ringdance.launch import mpirun_cli
 from ringdance.launch.mpi.mpirun import parse
 from ringdance.launch.remote.shell import add_host_options, ssh_words
 from ringdance.launch.spec import JobSpec
+from ringdance.tools import tune
 from ringdance.tools.bench import cli as bench
-from ringdance.tools.bench import threads
 from ringdance.tools.bench import train as bench_train
 from ringdance.tools.cli import main
 
@@ -86,11 +86,11 @@ def test_tune_threads_starts_its_trials_there(
 ) -> None:
     lines: list[list[str]] = []
 
-    def run(trials: threads.Trials, one: threads.Setting, directory: Path) -> threads.Result:
+    def run(trials: tune.Trials, one: tune.Setting, directory: Path) -> tune.Result:
         lines.append(trials.line(one))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(threads.Trials, "run", run)
+    monkeypatch.setattr(tune.Trials, "run", run)
     assert main(["tune", "threads", "--hostfile", hostfile, "--bind", bind, *HOW, "--", "true"]) == 130
     kind, *words = lines[0]
     assert words[:8] == ["-np", "2", "-H", "h1:1,[fe80::1]:1", *HOW]

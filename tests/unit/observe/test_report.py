@@ -12,7 +12,7 @@ import pytest
 from ringdance.core.monitor.chrome import ChromeWriter
 from ringdance.tools.report import cli as report
 from ringdance.tools.report.bottlenecks import judge
-from ringdance.tools.report.figures import read_run
+from ringdance.tools.report.metrics import read_run
 
 STEP_S = 0.1
 
@@ -170,7 +170,7 @@ def test_samples_are_shown_once_the_batch_is_known(
 
 def test_a_run_of_few_steps_says_so(tmp_path: Path) -> None:
     file = write(tmp_path, [0.1]) / "metrics-0.jsonl"
-    text = "Judged by only {}. A longer run says more."
+    text = "Based on only {}. A longer run says more."
     lines = file.read_text().splitlines()
     assert not any("Judged" in line for line in judge(read_run(tmp_path)).evidence)
     late = json.loads(lines[1]) | {"steps": 2, "time": 1030.0, "last_step_time": 1030.0}
@@ -218,13 +218,13 @@ def test_lines_that_are_no_samples_are_named(
     file = write(tmp_path / "run", [0.1]) / "metrics-0.jsonl"
     cut = len(file.read_text().splitlines())
     assert report.main([str(file.parent)]) == 0
-    assert capsys.readouterr().err == f"ringdance report: {file}, line {cut} is cut off and skipped\n"
+    assert capsys.readouterr().err == f"ringdance report: line {cut} of {file} is truncated and is skipped\n"
     if line.startswith('"'):
         line = f"{file.read_text().partition('}')[0]}, {line}}}"
     file.write_text(f"{line}\n{file.read_text()}")
     assert report.main([str(file.parent)]) == 2
     stderr = capsys.readouterr().err
-    assert stderr.startswith(f"ringdance report: {file}, line 1 is not a sample of ")
+    assert stderr.startswith(f"ringdance report: line 1 of {file} was not written by ")
     assert stderr.count("\n") == 1
 
 

@@ -123,7 +123,7 @@ def test_the_best_command_has_a_directory_without_the_trials_files(
 
 def test_one_searcher_at_a_time_and_one_space(tmp_path: Path) -> None:
     study = Study(tmp_path, space())
-    with pytest.raises(LaunchError, match="another `ringdance search` works on this study"):
+    with pytest.raises(LaunchError, match="another `ringdance search` is using this study"):
         Study(tmp_path, space())
     study._lock.close()
     other = parse_space({"parameters": {**BRANIN, "x": {"low": -5.0, "high": 9.0}}})
@@ -142,7 +142,7 @@ def test_results_of_another_command_are_not_mixed(tmp_path: Path) -> None:
     study = Study(tmp_path, space(), ["python", "t.py", "{x}"])
     study.tell(study.trial(), "COMPLETE", 1.0)
     study._lock.close()
-    with pytest.raises(LaunchError, match=r"another command: it was `python t.py '{x}'`, and is `python u`"):
+    with pytest.raises(LaunchError, match=r"another command: `python t.py '{x}'`, not `python u`"):
         Study(tmp_path, space(), ["python", "u"])
     gc.collect()
     Study(tmp_path, space(), ["python", "t.py", "{x}"])

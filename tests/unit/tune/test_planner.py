@@ -264,17 +264,16 @@ def test_the_best_number_of_hosts(bench: Path) -> None:
 
 def test_epochs_by_the_reference_points() -> None:
     curve = curves()["resnet50"]
-    assert curve.at(256) == (35, 7.4 * 256 / 1632, 2)
-    assert curve.at(8192) == (42, 17, 5)
-    between = curve.at(16384)
-    assert between is not None
-    assert 45 < between[0] < 56
-    assert curve.at(65537) is None
+    assert curve.epochs(256) == 35
+    assert curve.epochs(8192) == pytest.approx(42)
+    assert curve.epochs(65536) == pytest.approx(84)
+    assert 45 < (curve.epochs(16384) or 0) < 56
+    assert curve.epochs(65537) is None
     on, model = instance("p3.16xlarge"), models()["resnet50"]
     options = PlanOptions(samples=IMAGES, curve=curve)
     load = from_model(model, 700, 256, on, options)
     some, beyond = (predict(load, on, ranks, options) for ranks in (8, 512))
-    assert some.hours == pytest.approx(IMAGES * (curve.at(2048) or (0,))[0] / some.samples_per_second / 3600)
+    assert some.hours == pytest.approx(IMAGES * (curve.epochs(2048) or 0) / some.samples_per_second / 3600)
     assert some.money == pytest.approx((some.hours or 0) * 24.48)
     assert beyond.hours is None
 
@@ -296,7 +295,7 @@ KNOWN = ("--model", "resnet50", "--images-per-second", "395", *COMMON)
     [
         (("--model", "resnet50"), "--instance"),
         (COMMON, "--from bench.json"),
-        (("--model", "resnet5", *COMMON), "Known are resnet50"),
+        (("--model", "resnet5", *COMMON), "Known models: resnet50"),
         (("--model", "resnet50", *COMMON), "--images-per-second R"),
         ((*KNOWN, "--from", "x.json"), "--from bench.json, or --model"),
         ((*KNOWN[:4], "--instance", "p3.16xlarg"), "did you mean p3.16xlarge?"),
@@ -313,7 +312,7 @@ KNOWN = ("--model", "resnet50", "--images-per-second", "395", *COMMON)
         ((*KNOWN, "--ranks-per-host", "32"), "p3.16xlarge has 8 GPUs, one for each rank"),
         ((*KNOWN, "--samples", "9"), "--samples and --price need --epochs N"),
         (("--from", "{bench}", "--instance", "c5.9xlarge", "--epochs", "9"), "no usual number of samples"),
-        (("--from", "{bench}", "--instance", "c5.9xlarge", "--of", "2"), "--of 2: pass the rate of these"),
+        (("--from", "{bench}", "--instance", "c5.9xlarge", "--of", "2"), "--of 2 needs the total rate"),
         (("--model", "vgg16", "--images-per-second", "9e6", "--of", "16", *COMMON), "exchanges alone take"),
         (("--from", "{bench}", "--instance", "c5.9xlarge", "--batch", "8"), "train --model small --batch 8"),
         (("--from", "{other}", "--instance", "c5.9xlarge"), "not a measurement"),
@@ -403,7 +402,7 @@ def test_advice_far_beyond_the_measurement_says_so(bench: Path, capsys: pytest.C
         assert plan_cli.main([*words, "--epochs", "1", "--deadline", deadline, "--json"]) == 0
         plan = json.loads(capsys.readouterr().out)
         assert (plan["best"]["ranks"] > 64) == far
-        assert ("times the measured ranks: measure more." in plan["verdict"]) == far
+        assert ("times the measured ranks: measure on more." in plan["verdict"]) == far
 
 
 def test_what_was_measured_beside_other_programs_is_no_advice(

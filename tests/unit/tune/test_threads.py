@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from ringdance.launch.mpi.mpirun import parse
-from ringdance.tools.bench.threads import Result, Setting, Trials, search
 from ringdance.tools.cli import main
+from ringdance.tools.tune import Result, Setting, Trials, search
 
 SPACE = {"ranks": [1, 2, 4], "intra": [1, 2, 4], "bind": [0, 1]}
 SCRIPT = """
@@ -129,7 +129,7 @@ def test_no_trial_outlives_the_command(number: int, tmp_path: Path) -> None:
     [
         ("-- true {batch}", "Add --global-batch N"),
         ("--global-batch 8 -- true", "Add {batch} in the command"),
-        ("--global-batch 8 --ranks 3 -- true {batch}", "on each of 1 hosts. Use --global-batch 9"),
+        ("--global-batch 8 --ranks 3 -- true {batch}", "ranks per host, hosts: 1. Use --global-batch 9"),
         ("--ranks 1,2 -- true", "the batch of all ranks would change"),
         ("--intra 0,2 -- true", "'0,2' is not a list of positive integers"),
         ("--seconds 0 -- true", "0: must be a finite number greater than 0"),

@@ -82,7 +82,7 @@ class SourceFile:
             else:
                 fields = formats.FORMATS[format].fields(data[header:])
         except (RowError, ValueError, IndexError, struct.error) as error:
-            raise ArgumentError(f"{path} is not a click-log file (judging by its head): {error}") from None
+            raise ArgumentError(f"{path} is not a click-log file, judging by its head: {error}") from None
         return cls(str(path), group, format, fields, header, about.st_size, about.st_mtime_ns, crc32c)
 
     def units(self, size: int) -> list[int]:
@@ -98,7 +98,7 @@ class SourceFile:
             ArgumentError: The file is damaged, or has changed since it was inspected.
         """
         if self.crc32c is not None and unit <= 0 and file_crc32c(Path(self.path)) != self.crc32c:
-            raise ArgumentError(f"{self.path} is damaged: its checksum is not that in the index next to it.")
+            raise ArgumentError(f"{self.path} is damaged: its checksum differs from the index next to it.")
         for chunk in self._rows(size) if self.format == "rows" else self._pieces(unit, size):
             self._check_same()
             yield chunk
@@ -107,7 +107,7 @@ class SourceFile:
     def _check_same(self) -> None:
         about = os.stat(self.path)
         if (about.st_size, about.st_mtime_ns) != (self.size, self.changed):
-            raise ArgumentError(f"{self.path} has changed in the meantime. Start again with --overwrite.")
+            raise ArgumentError(f"{self.path} has changed since the start. Start again with --overwrite.")
 
     def _rows(self, size: int) -> Iterator[tuple[int, Any, int]]:
         about = np.load(self.path, mmap_mode="r")
@@ -177,7 +177,7 @@ def _of_parquet(path: Path, size: int) -> Iterator[tuple[bytes, float]]:
             csv.write_csv(batch.select(order), text, options)
             yield text.getvalue(), batch.num_rows / file.metadata.num_rows
     except (ValueError, LookupError, NotImplementedError, OSError) as error:
-        raise ArgumentError(f"{path}: no rows with label, I1, ..., C26, or damaged: {error}") from None
+        raise ArgumentError(f"{path} is damaged, or lacks a column of label, I1, ..., C26: {error}") from None
 
 
 def parse(
@@ -202,7 +202,7 @@ def parse(
         broken.append((row, str(result)))
         if len(broken) > max(allowed, total // _SHARE):
             raise ArgumentError(
-                f"{file.path}: more than {len(broken) - 1} of {total} rows are broken (allow more with "
-                f"--max-broken if its format is {file.format}). The last one: {result}"
+                f"{file.path}: more than {len(broken) - 1} of {total} rows are broken. If its format is "
+                f"{file.format}, allow more with --max-broken. The last broken row: {result}"
             )
     return Rows.joined(good, fields), np.concatenate(numbers), broken

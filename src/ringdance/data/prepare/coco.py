@@ -2,46 +2,33 @@
 
 from __future__ import annotations
 
+import argparse
 import errno
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ringdance.data.files import write_whole
 from ringdance.data.prepare.plan import check_broken, list_problems
-from ringdance.data.prepare.progress import PrepareProgress, say
+from ringdance.data.prepare.progress import PrepareProgress, amount, say
 from ringdance.errors import ArgumentError
 from ringdance.host.limits import usable_cores
 
 Fields = dict[str, Any]
 
 
-@dataclass
-class Checked:
-    """The valid part of a split, and its problems: kind of entry, number, and reason."""
-
-    table: Fields
-    problems: list[tuple[str, str, str]] = field(default_factory=list)
-
-    def fault(self, what: str, number: Any, why: str) -> None:
-        """Record why an entry was left out."""
-        self.problems.append((what, str(number), why))
+Problems = list[tuple[str, str, str]]
+"""Entries that were left out: kind of entry, number, and reason."""
 
 
-def prepare(
-    source: Path, destination: Path, splits: Sequence[str], max_broken: int | None
-) -> int:
+def prepare(given: argparse.Namespace) -> int:
     """Write the annotations without broken entries, and create links to the images.
 
     Args:
-        source: Directory with ``annotations/instances_SPLIT.json``, and the images in ``SPLIT``.
-        destination: Directory that gets the same layout.
-        splits: Splits to prepare. If empty, all splits in the source.
-        max_broken: Maximum number of entries to leave out. None means a hundredth of a split's annotations.
+        given: Options of the command. ``source`` and ``destination`` are absolute paths.
 
     Returns:
         The number of images, annotations and categories that were left out.
@@ -49,14 +36,16 @@ def prepare(
     Raises:
         ArgumentError: A file is missing or not JSON, or too much is broken.
     """
+    source: Path = given.source
+    destination: Path = given.destination
     available = sorted(part.stem.partition("_")[2] for part in source.glob("annotations/instances_*.json"))
-    if not (splits := splits or available):
+    if not (splits := given.split or available):
         raise ArgumentError(f"{source} has no annotations/instances_SPLIT.json. See --help for the layout.")
     for part in (Path(), Path("annotations")):
         if (destination / part).resolve() == (source / part).resolve():
             raise ArgumentError(f"{destination / part} is in SRC, which is only read. Choose another DST.")
     (destination / "annotations").mkdir(parents=True, exist_ok=True)
-    return sum(_split(source, destination, split, max_broken) for split in splits)
+    return sum(_split(source, destination, split, given.max_broken) for split in splits)
 
 
 def _split(source: Path, destination: Path, split: str, max_broken: int | None) -> int:
@@ -70,20 +59,22 @@ def _split(source: Path, destination: Path, split: str, max_broken: int | None) 
         raise ArgumentError(f"{source / name} is not JSON: {error}") from None
     if not isinstance(table, dict) or not all(isinstance(table.get(part), list) for part in _ONE):
         raise ArgumentError(f"{source / name} must have lists of {', '.join(_ONE)}, as COCO's files do.")
-    total, checked = len(table["annotations"]), check(table, source / split)
-    listed, left_out = destination / f"{split}.problems.tsv", len(checked.problems)
-    list_problems(listed, checked.problems)
-    what = f"{left_out} images, annotations and categories of {split}"
+    total = len(table["annotations"])
+    problems = check(table, source / split)
+    listed, left_out = destination / f"{split}.problems.tsv", len(problems)
+    list_problems(listed, problems)
+    what = f"{amount(left_out, 'entry', 'entries')} of {split}"
     check_broken(what, left_out, total, max_broken, listed)
-    link, images, objects = destination / split, checked.table["images"], checked.table["annotations"]
+    link = destination / split
     if link.exists() and not link.is_symlink():
-        raise ArgumentError(f"{link} is not a link and may have other images. Remove it, or change DST.")
+        raise ArgumentError(f"{link} is not a link and may contain other images. Remove it, or change DST.")
     for path in (destination / name, link):  # from an earlier call, perhaps with other images
         path.unlink(missing_ok=True)
     link.symlink_to((source / split).resolve(), target_is_directory=True)
-    write_whole(destination / name, json.dumps(checked.table).encode())  # last, because training reads it
-    kinds = len(checked.table["categories"])
-    say(f"{split}: {len(images)} images with {len(objects)} objects of {kinds} categories")
+    write_whole(destination / name, json.dumps(table).encode())  # last, because training reads it
+    images = amount(len(table["images"]), "image")
+    objects = amount(len(table["annotations"]), "object")
+    say(f"{split}: {images} with {objects} of {amount(len(table['categories']), 'category', 'categories')}")
     return left_out
 
 
@@ -94,43 +85,43 @@ def _read(path: Path) -> bytes:
     return path.read_bytes()
 
 
-def check(table: Fields, directory: Path) -> Checked:
-    """Return a split's valid entries, ordered by image number."""
-    checked = Checked({**table})
-    kinds = {entry["id"]: entry for entry in _unique(checked, table, "categories")}
-    images = {entry["id"]: entry for entry in _unique(checked, table, "images")}
+def check(table: Fields, directory: Path) -> Problems:
+    """Reduce a split's table to its valid entries, images ordered by number. Returns the other entries."""
+    problems: Problems = []
+    kinds = {entry["id"]: entry for entry in _unique(problems, table, "categories")}
+    images = {entry["id"]: entry for entry in _unique(problems, table, "images")}
     left = set[int]()
     with PrepareProgress(len(images), "images") as progress, ThreadPoolExecutor(usable_cores()) as pool:
         whys = pool.map(lambda entry: _image_fault(entry, directory), images.values())
         for number, why in zip([*images], whys, strict=True):
             progress.add(1, 1)
             if why:
-                checked.fault("image", number, why)
+                problems.append(("image", str(number), why))
                 left.add(number)
                 del images[number]
     objects = []
-    for entry in _unique(checked, table, "annotations"):
+    for entry in _unique(problems, table, "annotations"):
         if isinstance(number := entry.get("image_id"), int) and number in left:
             continue  # left out with its image
-        _drop_slivers(checked, entry)
+        _drop_slivers(problems, entry)
         if why := _object_fault(entry, images, kinds):
-            checked.fault("annotation", entry["id"], why)
+            problems.append(("annotation", str(entry["id"]), why))
         else:
             objects.append(entry)
     ordered = sorted(images.values(), key=lambda entry: int(entry["id"]))
-    checked.table |= {"images": ordered, "annotations": objects, "categories": [*kinds.values()]}
-    return checked
+    table |= {"images": ordered, "annotations": objects, "categories": [*kinds.values()]}
+    return problems
 
 
-def _unique(found: Checked, table: Fields, part: str) -> Iterator[Fields]:
+def _unique(problems: Problems, table: Fields, part: str) -> Iterator[Fields]:
     """Yield the entries, except those that repeat an earlier entry's number."""
     seen, what = set[int](), _ONE[part]
     for place, entry in enumerate(table[part]):
         number = entry.get("id") if isinstance(entry, dict) else None
         if not isinstance(number, int) or number < 0:
-            found.fault(what, f"entry {place}", "it does not have an id that is a number of 0 or more")
+            problems.append((what, f"entry {place}", "its id is not a whole number of 0 or more"))
         elif number in seen:
-            found.fault(what, number, f"entry {place} has the id of an earlier one")
+            problems.append((what, str(number), f"entry {place} repeats the id of an earlier {what}"))
         else:
             seen.add(number)
             yield entry
@@ -180,7 +171,7 @@ def _object_fault(one: Fields, images: dict[int, Fields], kinds: dict[int, Field
     return _outline_fault(one["segmentation"], about) if "segmentation" in one else ""
 
 
-def _drop_slivers(found: Checked, one: Fields) -> None:
+def _drop_slivers(problems: Problems, one: Fields) -> None:
     """Drop an empty outline, and any of several polygons with fewer than three points, which are recorded."""
     outline = one.get("segmentation")
     if outline is None or outline == []:
@@ -189,7 +180,8 @@ def _drop_slivers(found: Checked, one: Fields) -> None:
         whole = [part for part in outline if not isinstance(part, list) or len(part) >= 6]
         if whole and len(whole) < len(outline):
             one["segmentation"] = whole
-            found.fault("polygon", one["id"], f"{len(outline) - len(whole)} with fewer than three points")
+            dropped = f"{len(outline) - len(whole)} with fewer than three points"
+            problems.append(("polygon", str(one["id"]), dropped))
 
 
 def _outline_fault(outline: Any, about: Fields) -> str:

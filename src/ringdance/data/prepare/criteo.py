@@ -15,18 +15,10 @@ import numpy as np
 from rich.filesize import decimal
 
 from ringdance.data.files import needed, write_whole
+from ringdance.data.prepare import plan as plans
 from ringdance.data.prepare.chunks import PARQUET, SourceFile, plain
-from ringdance.data.prepare.plan import (
-    check_broken,
-    differences,
-    finished,
-    list_problems,
-    listed,
-    locked,
-    state,
-)
 from ringdance.data.prepare.prepare import check_sizes
-from ringdance.data.prepare.progress import PrepareProgress, counted, say
+from ringdance.data.prepare.progress import PrepareProgress, amount, counted, say
 from ringdance.data.prepare.shuffle import ShufflePlan, gather, is_scattered, scatter, write_cuts
 from ringdance.data.prepare.work import run_tasks
 from ringdance.data.tables import formats
@@ -64,7 +56,7 @@ def find(paths: Sequence[Path], validation: Path | None) -> list[SourceFile]:
     for path, *_ in entries:
         names = {plain(path), plain(path.resolve())}
         if other := next((seen[name] for name in names if name in seen), None):
-            raise ArgumentError(f"{path} has the rows of {other}, too. Leave out one of them.")
+            raise ArgumentError(f"{path} has the rows of {other}. Leave out one of these files.")
         seen |= dict.fromkeys(names, path)
     files = [SourceFile.of(path, group, crc32c) for path, crc32c, group in entries]
     if len(kinds := {file.fields for file in files}) > 1:
@@ -100,34 +92,34 @@ def _files(path: Path, split: str) -> list[tuple[Path, int | None]]:
     return [(entry, None) for entry in candidates]
 
 
-def prepare(destination: Path, files: Sequence[SourceFile], given: argparse.Namespace) -> int:
+def prepare(given: argparse.Namespace) -> int:
     """Write a data set, or only its missing files. Returns the number of broken rows that were left out.
 
     Args:
-        destination: Directory. It is created if it is missing.
-        files: The source's files. See ``find``.
-        given: Options of the command.
+        given: Options of the command. All paths are absolute.
 
     Raises:
         ArgumentError: The data set cannot be prepared. The message says how to fix this.
     """
     for module in ("google_crc32c", "pyarrow"):
         needed(module)
+    destination: Path = given.destination
+    files = find(given.source, given.validation if isinstance(given.validation, Path) else None)
     for file in files:
         if Path(file.path).resolve().is_relative_to(destination.resolve()):
             raise ArgumentError(f"{file.path} is in DST, where files are replaced. Choose another DST.")
-    state(destination).mkdir(parents=True, exist_ok=True)
+    plans.state(destination).mkdir(parents=True, exist_ok=True)
     plan = _plan(files, given)
-    with locked(destination):
+    with plans.locked(destination):
         _begin_or_resume(destination, plan, given.overwrite)
         if (destination / "train.json").exists():
             for split in SPLITS:
                 if (destination / f"{split}.json").exists():
                     check_sizes(destination, Table.open(destination, split).files)
             say("complete since an earlier run; --overwrite writes it again")
-            return listed(destination / _PROBLEMS, b"\n")
-        write_whole(state(destination) / "criteo.json", json.dumps(asdict(plan)).encode())
-        say(f"Pass 1 of 2: parse and sort {len(files)} files")
+            return plans.listed(destination / _PROBLEMS, b"\n")
+        write_whole(plans.state(destination) / "criteo.json", json.dumps(asdict(plan)).encode())
+        say(f"Pass 1 of 2: parse and sort {amount(len(files), 'file')}")
         units = [unit for unit in plan.units() if not is_scattered(destination, unit[2])]
         progress = PrepareProgress(sum(unit.size for unit in files), "rows")
         run_tasks(scatter, [(destination, *one) for one in units], given.num_proc, progress)
@@ -135,13 +127,13 @@ def prepare(destination: Path, files: Sequence[SourceFile], given: argparse.Name
         if not runs:
             raise ArgumentError(f"{files[0].path} has no rows, and neither do the other files of SRC.")
         counts = write_cuts(destination, runs).tolist()
-        left = [n for n, name in enumerate(plan.names) if not finished(destination, name)]
+        left = [n for n, name in enumerate(plan.names) if not plans.finished(destination, name)]
         rows = sum(counts[number] for number in left)
-        say(f"Pass 2 of 2: write {rows} rows into {len(left)} files")
+        say(f"Pass 2 of 2: write {amount(rows, 'row')} into {amount(len(left), 'file')}")
         tasks = [(destination, number) for number in left]
         run_tasks(gather, tasks, given.num_proc, PrepareProgress(rows, "rows"))
         _close(destination, plan)
-        _remove_state(destination, keep="criteo.json")
+        plans.remove_state(destination, keep="criteo.json")
         return left_out
 
 
@@ -194,8 +186,9 @@ def _begin_or_resume(destination: Path, plan: ShufflePlan, overwrite: bool) -> N
             "Use the same options and files to resume, another DST, or --overwrite to start again."
         )
     own = set(former.names if former else ())
-    if (state(destination) / "criteo.json").exists():  # otherwise the files belong to an image preparation
-        own |= {path.name.removesuffix(".json") for path in state(destination).glob("*-of-*.json")}
+    directory = plans.state(destination)
+    if (directory / "criteo.json").exists():  # otherwise the files belong to an image preparation
+        own |= {path.name.removesuffix(".json") for path in directory.glob("*-of-*.json")}
     for path in indexes:
         with suppress(ArgumentError):  # a damaged index
             own |= {file.name for file in Table.open(destination, path.stem).files}
@@ -207,20 +200,14 @@ def _begin_or_resume(destination: Path, plan: ShufflePlan, overwrite: bool) -> N
         )
     for name in (*present, *(f"{split}.{end}" for split in SPLITS for end in ("json", "npy"))):
         (destination / name).unlink(missing_ok=True)
-    _remove_state(destination)
+    plans.remove_state(destination)
 
 
 def _differences(plan: ShufflePlan, former: ShufflePlan | None) -> str:
-    changes = differences(plan, former, "format", "table_size", "validation") if former else []
+    changes = plans.differences(plan, former, "format", "table_size", "validation") if former else []
     if former and len(plan.names) != len(former.names):
         changes.append(f"{len(plan.names)} instead of {len(former.names)} files (--shards)")
     return "; ".join(changes) or "other files, or changed ones"
-
-
-def _remove_state(destination: Path, keep: str = "") -> None:
-    for path in state(destination).iterdir():
-        if path.is_file() and path.name not in (keep, "lock"):
-            path.unlink()
 
 
 def _runs(destination: Path, plan: ShufflePlan) -> tuple[list[str], int]:
@@ -229,32 +216,31 @@ def _runs(destination: Path, plan: ShufflePlan) -> tuple[list[str], int]:
     for number, units in groupby(plan.units(), lambda unit: unit[0]):
         file = plan.files[number]
         first = 1 + (file.header > len(BOM))
-        notes = (json.loads((state(destination) / note).read_text()) for _, _, note in units)
+        notes = (json.loads((plans.state(destination) / note).read_text()) for _, _, note in units)
         for run in (run for note in notes for run in note):
             problems += [(file.path, str(first + row), text) for row, text in run["broken"]]
             first, total = first + run["rows"], total + run["rows"]
             names.append(run["name"])
-    list_problems(path := destination / _PROBLEMS, problems)
-    check_broken(f"{len(problems)} of {total} rows", len(problems), total, plan.max_broken, path)
+    plans.list_problems(path := destination / _PROBLEMS, problems)
+    plans.check_broken(f"{len(problems)} of {total} rows", len(problems), total, plan.max_broken, path)
     return names, len(problems)
 
 
 def _close(destination: Path, plan: ShufflePlan) -> None:
     """Write the indexes for the finished files."""
-    directory = state(destination)
+    directory = plans.state(destination)
     for split in reversed(SPLITS):  # train.json comes last: if it exists, everything is complete
         written = []
         for name in (file for file in plan.names if file.startswith(split)):
-            if (about := finished(destination, name)) is None:
-                raise ArgumentError(f"{name} disappeared from {destination}")
+            about = plans.record_of(destination, name)
             written.append(Written(TableFile(**about["file"]), np.load(directory / f"{name}.offsets.npy")))
         if not sum(part.file.rows for part in written):
             for part in written:
                 (destination / part.file.name).unlink()
-                say(f"warning: {split} got no rows by chance: there are too few for this --validation")
+                say(f"warning: {split} got no rows by chance. There are too few rows for this --validation.")
             continue
         fields, size = plan.files[0].fields, sum(one.file.size for one in written)
         table = write_index(destination, split, plan.format, fields, plan.table_size, written)
-        say(f"{split}: {len(table)} rows in {len(written)} files, {decimal(size)}")
+        say(f"{split}: {amount(len(table), 'row')} in {amount(len(written), 'file')}, {decimal(size)}")
         if (label := table.only_label()) is not None:
             say(f"warning: {split}: all labels are {label:g}, but AUC needs both 0 and 1")

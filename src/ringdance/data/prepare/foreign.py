@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import tarfile
@@ -20,7 +21,7 @@ from ringdance.data.dataset import ROW, Dataset, ShardFile, joined
 from ringdance.data.files import file_crc32c
 from ringdance.data.index import is_index
 from ringdance.data.prepare.plan import list_problems
-from ringdance.data.prepare.progress import counted, say
+from ringdance.data.prepare.progress import amount, counted, say
 from ringdance.data.prepare.sources import open_tar
 from ringdance.errors import ArgumentError
 from ringdance.host.limits import usable_cores
@@ -32,7 +33,6 @@ _IMAGES = ("image/encoded", "image", "image_raw", *_ENDINGS[1:])
 _LABELS = ("image/class/label", "label", "class", "cls")
 _SYNSET = "image/class/synset"
 _SPLIT = re.compile(r"train|val|test", re.IGNORECASE)
-_LABELED = "cls", "json"
 _OWN = (".json", ".npy", ".problems.tsv")
 _SHARD = re.compile(r"\.(tar|tgz|tfrecords?|tfrec|record)\b|-\d+-of-\d+$", re.IGNORECASE)
 _MOST_CLASSES = 1 << 24
@@ -56,19 +56,15 @@ class _Scanned:
     from_one: bool = False
     left_out: list[tuple[str, str]] = field(default_factory=list)
 
-    def leave_out(self, name: str, why: str) -> None:
-        """Record a sample that is not in the rows."""
-        self.left_out.append((name, why))
-
     def add(self, name: str, place: tuple[int, int], label: object) -> bool:
         """Add an image, given its offset and size. Returns False if it is left out."""
         number = _class(label)
         if number is None:
             # Put the label into the name, not the reason, because equal reasons are grouped and counted.
             why = f"the label is not a whole number from 0 to {_MOST_CLASSES - 1}"
-            self.leave_out(f"{name}, label {label!r:.40}", why)
+            self.left_out.append((f"{name}, label {label!r:.40}", why))
         elif not place[1]:
-            self.leave_out(name, "the image is empty")
+            self.left_out.append((name, "the image is empty"))
         else:
             self.rows.append((0, place[1], place[0], number))
             return True
@@ -85,25 +81,23 @@ def _class(label: object) -> int | None:
     return int(number) if right else None  # type: ignore[call-overload]
 
 
-def index(directory: Path, split: str = "", pattern: str = "*", first_label: int | None = None) -> int:
+def index(given: argparse.Namespace) -> int:
     """Index the files in a directory without changing them. Returns how many samples were left out.
 
     Args:
-        directory: Directory of the files.
-        split: Name of a single split for all files, or "" to derive it from each file's name.
-        pattern: Pattern of the file names.
-        first_label: Number of the first class in the files. If None, it is detected.
+        given: Options of the command.
 
     Raises:
         ArgumentError: No such files are found, or one cannot be read.
     """
+    directory: Path = given.directory
     groups: dict[str, list[Path]] = defaultdict(list)
     kinds: dict[str, str] = {}
-    for path, kind in _files(directory, pattern):
-        name = split or _split(path.relative_to(directory))
+    for path, kind in _files(directory, given.files):
+        name = given.split or _split(path.relative_to(directory))
         groups[name].append(path)
         if kinds.setdefault(name, kind) != kind:
-            raise ArgumentError(f"{directory} has TFRecords and tars. Choose one, such as --files '*.tar'.")
+            raise ArgumentError(f"{directory} has TFRecords and tars. Choose one format: --files '*.tar'.")
     with ThreadPoolExecutor(usable_cores()) as pool:
         scanned = {name: list(pool.map(_SCANS[kinds[name]], paths)) for name, paths in groups.items()}
     for name, files in scanned.items():
@@ -112,16 +106,17 @@ def index(directory: Path, split: str = "", pattern: str = "*", first_label: int
             raise ArgumentError(f"{directory}: no samples of {name}. {next(notes, 'All files are empty.')}")
     every = [file for files in scanned.values() for file in files]
     lowest = min(row[3] for file in every for row in file.rows)
-    first = first_label if first_label is not None else int(lowest > 0 and all(one.from_one for one in every))
+    detected = int(lowest > 0 and all(file.from_one for file in every))
+    first = detected if given.first_label is None else given.first_label
     if lowest < first:
         raise ArgumentError(f"{directory} has a label {lowest}, so the first class cannot be {first}.")
     synsets = {label - first: name for file in every for label, name in file.synsets.items()}
     classes = max(row[3] for file in every for row in file.rows) - first + 1
     names = [synsets.get(label, str(label)) for label in range(classes)]
-    left_out = 0
-    for name, files in scanned.items():
-        left_out += _write(directory, name, kinds[name], files, first, names)
-    print(f"labels in the files begin with {first}" + ("" if first_label is not None else " (--first-label)"))
+    left_out = sum(
+        _write(directory, name, kinds[name], files, first, names) for name, files in scanned.items()
+    )
+    print(f"labels in the files begin with {first}" + " (--first-label)" * (given.first_label is None))
     return left_out
 
 
@@ -182,14 +177,14 @@ def _scan_tfrecord(path: Path) -> _Scanned:
             try:
                 features = tfrecord.parse(data)
             except ArgumentError as error:
-                scanned.leave_out(name, str(error))
+                scanned.left_out.append((name, str(error)))
                 continue
             image = next((features[key] for key in _IMAGES if key in features), (None, 0))
             key = next((key for key in _LABELS if key in features), "")
             if not isinstance(image[0], bytes) or not key:
                 name = f"{name}, with the features {', '.join(sorted(features)) or 'none'}"
                 expected = f"no image ({', '.join(_IMAGES[:2])}) or no label ({', '.join(_LABELS[:2])})"
-                scanned.leave_out(name, expected)
+                scanned.left_out.append((name, expected))
                 continue
             place, label = (begin + len(head) + image[1], len(image[0])), features[key][0]
             if not scanned.add(name, place, label):
@@ -223,8 +218,8 @@ def _scan_tar(path: Path) -> _Scanned:
                     _add_sample(scanned, first, images, labels)
                     images, labels, first = {}, [], member.name
                 if not member.isreg() or member.issparse():
-                    scanned.leave_out(member.name, "a link, or not a regular file")
-                elif ending in _LABELED and (file := tar.extractfile(member)):
+                    scanned.left_out.append((member.name, "a link, or not a regular file"))
+                elif ending in ("cls", "json") and (file := tar.extractfile(member)):
                     labels.append(_label(file.read()))
                 elif ending in _ENDINGS:
                     images[ending] = member
@@ -238,7 +233,7 @@ def _add_sample(
     """Add a sample, or record why it is left out."""
     image = next((images[ending] for ending in _ENDINGS if ending in images), None)
     if image is None or not labels:
-        scanned.leave_out(name, f"no {'.cls or .json' if image else 'image'} of this name")
+        scanned.left_out.append((name, f"no {'.cls or .json' if image else 'image'} of this name"))
         return
     label = next((label for label in labels if _class(label) is not None), labels[0])
     scanned.add(image.name, (image.offset_data, image.size), label)
@@ -270,9 +265,9 @@ def _write(
         size, name = file.path.stat().st_size, str(file.path.relative_to(directory))
         shards.append(ShardFile(name, len(rows), size, file_crc32c(file.path)))
     Dataset(directory, split, kind, classes, shards, joined(parts)).write()
-    print(f"{split}: {sum(map(len, parts))} samples in {len(files)} files ({kind})")
+    print(f"{split}: {amount(sum(map(len, parts)), 'sample')} in {amount(len(files), 'file')} ({kind})")
     left_out = [(file.path.name, name, why) for file in files for name, why in file.left_out]
     list_problems(listed := directory / f"{split}.problems.tsv", left_out)
     for why, count in Counter(why for _, _, why in left_out).items():
-        say(f"{split}: left out: {count}: {why}. All: {listed}")
+        say(f"{split}: left out {amount(count, 'sample')}: {why}. {listed} lists all.")
     return len(left_out)

@@ -16,6 +16,7 @@ from ringdance.data.dataset import Dataset
 from ringdance.data.files import file_crc32c
 from ringdance.data.index import TABLE, is_index, read_json
 from ringdance.data.prepare.clean import BrokenImage, clean
+from ringdance.data.prepare.progress import amount
 from ringdance.data.tables.table import Table
 from ringdance.errors import ArgumentError
 from ringdance.host.limits import usable_cores
@@ -37,12 +38,13 @@ def verify(directory: Path, decode: bool) -> int:
                 wrong += 1
                 print(problem)
         size = sum(file.size for file in data.files)
-        kind, unit = ("rows", "rows") if isinstance(data, Table) else ("images", "samples")
+        kind, unit = ("rows", "row") if isinstance(data, Table) else ("images", "sample")
         checked = f"checksums and {kind}" if decode else "checksums"
-        print(f"{data.split}: {checked} of {len(data)} {unit} in {len(data.files)} files, {decimal(size)}")
+        where = f"{amount(len(data), unit)} in {amount(len(data.files), 'file')}"
+        print(f"{data.split}: {checked} of {where}, {decimal(size)}")
         if isinstance(data, Dataset):
             data.close()
-    print(f"{wrong} problems" if wrong else "all is well")
+    print(amount(wrong, "problem") if wrong else "all is well")
     if wrong:
         hint = "Copy damaged files again, or run `ringdance data prepare` with --overwrite."
         print(hint, file=sys.stderr)
@@ -98,10 +100,11 @@ def info(directory: Path) -> int:
             raise data
         size = sum(file.size for file in data.files)
         if isinstance(data, Table):
-            what = f"rows of {data.fields} fields, ids below {data.table_size}"
+            rows = f"{amount(len(data), 'row')} of {amount(data.fields, 'field')}"
+            what = f"{rows}, ids below {data.table_size}"
         else:
-            what = f"samples of {len(data.classes)} classes"
+            what = f"{amount(len(data), 'sample')} of {amount(len(data.classes), 'class', 'classes')}"
         each = decimal(size // max(len(data), 1))
-        of_files = f"in {len(data.files)} files ({data.format}), {decimal(size)}, {each} each"
-        print(f"{data.split}: {len(data)} {what}, {of_files}")
+        files = f"{amount(len(data.files), 'file')} ({data.format}), {decimal(size)}, {each} each"
+        print(f"{data.split}: {what}, in {files}")
     return 0

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from ringdance.data.prepare.progress import amount
 from ringdance.errors import ArgumentError
 
 _LABELS = (
@@ -34,12 +35,13 @@ def validation_labels(
     if label_file is None:
         raise ArgumentError(
             f"{place} has images outside of class directories, but no labels for them. Looked for "
-            f"{', '.join(_LABELS)} in {source} and above. --labels FILE selects another file."
+            f"{', '.join(_LABELS)} in {source} and the directories above it. Or pass a file: --labels FILE."
         )
     labels = _of_text(label_file, images, classes)
     missing = [name for name in images if name not in labels]
     if missing:
-        raise ArgumentError(f"{label_file}: no label for {missing[0]} and {len(missing) - 1} more of {place}")
+        count = amount(len(missing), "image")
+        raise ArgumentError(f"{label_file} has no label for {count} in {place}, such as {missing[0]}")
     return labels
 
 
@@ -64,19 +66,15 @@ def _of_text(path: Path, images: Sequence[str], classes: Sequence[str]) -> dict[
     if any(len(row) == 1 for row in rows):
         if not all(_SYNSET.fullmatch(row[0]) or row[0] in classes for row in rows):
             raise ArgumentError(
-                f"{path}: its lines are not names of classes such as n01440764. The numbers in the "
+                f"the lines of {path} are not names of classes such as n01440764. The numbers in the "
                 f"development kit's ground truth are not labels. Use {_LABELS[1]}."
             )
-        return _in_order(path, [row[0] for row in rows], images)
+        if len(rows) != len(images):
+            raise ArgumentError(f"{path} has {len(rows)} labels, but there are {len(images)} images.")
+        return dict(zip(images, (row[0] for row in rows), strict=True))
     by_stem = {Path(row[0]).stem: row[1] for row in rows}
     if any(value.isdecimal() for value in by_stem.values()):
         if not classes or max(int(value) for value in by_stem.values()) >= len(classes):
-            raise ArgumentError(f"{path}: its numbers need the classes of train, which SRC must also have.")
+            raise ArgumentError(f"{path} numbers the classes of train, so SRC must also contain train.")
         by_stem = {stem: classes[int(value)] for stem, value in by_stem.items()}
     return {name: by_stem[stem] for name in images if (stem := Path(name).stem) in by_stem}
-
-
-def _in_order(path: Path, labels: Sequence[str], images: Sequence[str]) -> dict[str, str]:
-    if len(labels) != len(images):
-        raise ArgumentError(f"{path} has {len(labels)} labels, but there are {len(images)} images.")
-    return dict(zip(images, labels, strict=True))

@@ -20,9 +20,11 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ringdance.data.dataset import Dataset, Rows, ShardFile, joined
-from ringdance.data.files import file_crc32c, write_whole
+from ringdance.data.files import file_crc32c, npy, write_whole
 from ringdance.data.prepare.progress import say
 from ringdance.data.prepare.sources import Source
+from ringdance.data.tables.rows import Array
+from ringdance.data.tables.table import TableFile
 from ringdance.data.writing import shard_name
 from ringdance.errors import ArgumentError
 
@@ -82,10 +84,6 @@ class SplitPlan:
         names = data.decode(errors="surrogateescape").split("\n")[:-1]
         return names, places[self.first[shard] : self.first[shard + 1]]
 
-    def finished(self, destination: Path, shard: int) -> dict[str, Any] | None:
-        """Return the record of a finished file, or None if the file is missing or changed."""
-        return finished(destination, self.name(shard))
-
     def differences(self, other: SplitPlan) -> list[str]:
         """Return how this plan differs from another, in readable form."""
         changes = differences(self, other, "format", "shards", "resize")
@@ -94,23 +92,16 @@ class SplitPlan:
             changes.append(f"other images ({number}, or other sizes, names or labels)")
         return changes
 
-    def close(self, destination: Path) -> Dataset:
+    def close(self, destination: Path, files: Sequence[ShardFile]) -> Dataset:
         """Write the index of the finished files, and remove the temporary ones."""
-        reports = [self.finished(destination, shard) for shard in range(self.shards)]
-        if None in reports:
-            raise ArgumentError(f"{self.name(reports.index(None))} disappeared from {destination}")
-        names = map(self.name, range(self.shards))
-        rows = joined(np.load(state(destination) / f"{name}.rows.npy") for name in names)
-        files = [ShardFile(**report["file"]) for report in reports if report]
+        rows = joined(np.load(state(destination) / f"{file.name}.rows.npy") for file in files)
         Dataset(destination, self.split, self.format, self.classes, files, rows).write()
         self.remove_state(destination, keep=f"{self.split}.json")
         return Dataset.open(destination, self.split)
 
     def remove_state(self, destination: Path, keep: str = "") -> None:
         """Remove the split's files in ``.prepare``, except ``keep``."""
-        for path in state(destination).glob(f"{self.split}*"):
-            if path.name != keep and path.name.startswith((f"{self.split}.", f"{self.split}-")):
-                path.unlink()
+        remove_state(destination, keep, (f"{self.split}.", f"{self.split}-"))
 
 
 def differences(plan: Any, former: Any, *options: str) -> list[str]:
@@ -123,6 +114,13 @@ def differences(plan: Any, former: Any, *options: str) -> list[str]:
 def state(destination: Path) -> Path:
     """Return the directory for the preparation's own files."""
     return destination / ".prepare"
+
+
+def remove_state(destination: Path, keep: str = "", prefixes: tuple[str, ...] = ("",)) -> None:
+    """Remove the files in ``.prepare`` whose names have one of the prefixes, except ``keep`` and the lock."""
+    for path in state(destination).iterdir():
+        if path.is_file() and path.name not in (keep, "lock") and path.name.startswith(prefixes):
+            path.unlink()
 
 
 def read_plan(path: Path, made: Callable[[Any], T]) -> T | None:
@@ -139,6 +137,23 @@ def read_plan(path: Path, made: Callable[[Any], T]) -> T | None:
         raise ArgumentError(f"{path} is damaged. Start again with --overwrite.") from None
 
 
+def record(destination: Path, file: ShardFile | TableFile, kind: str, array: Array, **more: Any) -> None:
+    """Record that a file is finished.
+
+    Args:
+        destination: The data set's directory.
+        file: Entry for the index.
+        kind: Name of ``array`` in the array's file name.
+        array: What the index will contain about each row of the file, or about each block of rows.
+        more: Further values for the record.
+    """
+    directory = state(destination)
+    name = f"{file.name}.{kind}.npy"
+    checksum = write_whole(directory / name, npy(array))
+    about = {"file": asdict(file), "crc32c": {name: checksum}, **more}
+    write_whole(directory / f"{file.name}.json", json.dumps(about).encode())
+
+
 def finished(destination: Path, name: str) -> dict[str, Any] | None:
     """Return the record of a finished file, or None if the file is missing or changed."""
     directory = state(destination)
@@ -148,6 +163,13 @@ def finished(destination: Path, name: str) -> dict[str, Any] | None:
         return about if same and unchanged(directory, about.get("crc32c", {})) else None
     except (FileNotFoundError, *DAMAGE):
         return None
+
+
+def record_of(destination: Path, name: str) -> dict[str, Any]:
+    """Return the record of a finished file. Raises ArgumentError if the file is missing or changed."""
+    if (about := finished(destination, name)) is None:
+        raise ArgumentError(f"{destination / name} was written, but is now missing or changed. Start again.")
+    return about
 
 
 def unchanged(directory: Path, checksums: Mapping[str, int]) -> bool:
@@ -184,7 +206,7 @@ def list_problems(path: Path, problems: Sequence[Sequence[str]]) -> None:
 
 
 def check_broken(what: str, count: int, total: int, most: int | None, path: Path) -> None:
-    """Report how much is broken.
+    """Report how many items are broken.
 
     Args:
         what: Broken items, such as "3 of 18 images".
@@ -199,14 +221,14 @@ def check_broken(what: str, count: int, total: int, most: int | None, path: Path
     limit = max(1, total // 100) if most is None else most
     if count > limit:
         raise ArgumentError(
-            f"{what} are broken, listed in {path}. That is more than --max-broken {limit}, so the data set "
-            "is not written. Correct them, or run the same command with a larger --max-broken."
+            f"too many broken items: {what}, but --max-broken is {limit}. {path} lists them. No data set was "
+            "written. Repair them, or run the same command again with a larger --max-broken."
         )
     if count:
-        say(f"{what} are broken, listed in {path}, and left out")
+        say(f"left out {what} as broken, listed in {path}")
 
 
-def make(source: Source, format: str, shards: int, resize: int) -> tuple[SplitPlan, np.ndarray[Any, Any]]:
+def make(source: Source, format: str, shards: int, resize: int) -> tuple[SplitPlan, Array]:
     """Shuffle a split's images into files, always in the same way.
 
     Returns:
@@ -214,7 +236,7 @@ def make(source: Source, format: str, shards: int, resize: int) -> tuple[SplitPl
     """
     images = len(source.places)
     if not 0 < shards <= images:
-        raise ArgumentError(f"--shards {shards}: {source.split} has {images} images: use 1 to {images} files")
+        raise ArgumentError(f"--shards {shards}: {source.split} has {images} images. Use 1 to {images}.")
     order = np.random.RandomState(_SEED).permutation(images)
     first = [0, *np.cumsum([len(part) for part in np.array_split(order, shards)]).tolist()]
     plan = SplitPlan(
@@ -224,7 +246,7 @@ def make(source: Source, format: str, shards: int, resize: int) -> tuple[SplitPl
     return plan, order
 
 
-def store(plan: SplitPlan, source: Source, order: np.ndarray[Any, Any], destination: Path) -> SplitPlan:
+def store(plan: SplitPlan, source: Source, order: Array, destination: Path) -> SplitPlan:
     """Write a plan for the other processes. Its own file comes last."""
     directory = state(destination)
     names_at = [0]

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import argparse
 import errno
-import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 
 from rich.filesize import decimal
 
 from ringdance.data.dataset import Dataset, ShardFile
-from ringdance.data.files import needed, npy, write_whole
+from ringdance.data.files import needed
 from ringdance.data.index import damaged
 from ringdance.data.prepare import plan as plans
 from ringdance.data.prepare.clean import BrokenImage, clean
-from ringdance.data.prepare.plan import SplitPlan, check_broken, list_problems, listed, locked, state
-from ringdance.data.prepare.progress import PrepareProgress, counted, say
+from ringdance.data.prepare.plan import SplitPlan
+from ringdance.data.prepare.progress import PrepareProgress, amount, counted, say
 from ringdance.data.prepare.sources import Source, find
 from ringdance.data.prepare.work import run_tasks
 from ringdance.data.sample import Sample
@@ -32,45 +30,42 @@ _FILE_SIZE = 128 << 20
 """Target file size if --shards is not given."""
 
 
-def prepare(source: Path, destination: Path, given: argparse.Namespace) -> int:
+def prepare(given: argparse.Namespace) -> int:
     """Write a data set, or only its missing files. Returns the number of images that were left out.
 
     Args:
-        source: A directory that ``sources.find`` accepts.
-        destination: Directory. It is created if it is missing.
-        given: Options of the command.
+        given: Options of the command. ``source`` and ``destination`` are absolute paths.
 
     Raises:
         ArgumentError: The data set cannot be prepared. The message says how to fix this.
     """
     for module in ("google_crc32c", "PIL", "simplejpeg"):
         needed(module)
-    say(f"Looking for images in {source}")
-    sources = find(source, given.split, given.labels)
+    destination: Path = given.destination
+    say(f"Looking for images in {given.source}")
+    sources = find(given.source, given.split, given.labels)
     for part in sources:
         if part.left_out:
             what = "; ".join(f"{ending}: {counted(names)}" for ending, names in part.left_out.items())
             say(f"{part.split}: left out, because they are not named like images: {what}")
         if destination.is_relative_to(part.root):
-            raise ArgumentError(f"{destination} is in {part.root}, whose directories are classes")
-    state(destination).mkdir(parents=True, exist_ok=True)
-    with locked(destination):
+            raise ArgumentError(f"{destination} is in {part.root}, whose directories are classes. Move DST.")
+    plans.state(destination).mkdir(parents=True, exist_ok=True)
+    with plans.locked(destination):
         made = [plans.make(part, given.format, _shards(part, given.shards), given.resize) for part in sources]
-        if given.overwrite:
-            for plan, _ in made:
-                _remove(destination, plan)
         for plan, _ in made:
+            if given.overwrite:
+                _remove(destination, plan)
             _check_same(destination, plan)
-        todo, left_out = [], 0
+        stored, left_out = [], 0
         for part, (plan, order) in zip(sources, made, strict=True):
             if not (destination / f"{plan.split}.json").exists():
-                todo.append((part, plan, order))
+                stored.append(plans.store(plan, part, order, destination))
                 continue
             plan.remove_state(destination, keep=f"{plan.split}.json")
             check_sizes(destination, Dataset.open(destination, plan.split).files)
-            left_out += listed(destination / f"{plan.split}.problems.tsv", b"left out\t")
+            left_out += plans.listed(destination / f"{plan.split}.problems.tsv", b"left out\t")
             say(f"{plan.split}: complete since an earlier run; --overwrite writes it again")
-        stored = [plans.store(plan, part, order, destination) for part, plan, order in todo]
         if stored:
             _write(destination, stored, given.num_proc)
         return left_out + sum(_close(destination, plan, given.max_broken) for plan in stored)
@@ -131,14 +126,14 @@ def _check_same(destination: Path, plan: SplitPlan) -> None:
 def _write(destination: Path, stored: Sequence[SplitPlan], processes: int) -> None:
     """Write the missing files."""
     for plan in stored:
-        of_classes = f"of {len(plan.classes)} classes, {decimal(plan.size)}"
-        say(f"{plan.split}: {plan.images} images {of_classes}, into {plan.shards} files")
+        images = f"{amount(plan.images, 'image')} of {amount(len(plan.classes), 'class', 'classes')}"
+        say(f"{plan.split}: {images}, {decimal(plan.size)}, into {amount(plan.shards, 'file')}")
     left = [
         (plan, number) for plan in stored for number in range(plan.shards)
-        if not plan.finished(destination, number)
+        if not plans.finished(destination, plan.name(number))
     ]  # fmt: skip
     if done := sum(plan.shards for plan in stored) - len(left):
-        say(f"Resuming: {done} files are complete, {len(left)} are left")
+        say(f"Resuming: {amount(done, 'file')} complete, {len(left)} left")
     size = round(sum(plan.size / plan.shards for plan, _ in left))
     tasks = [(destination, plan.split, number) for plan, number in left]
     run_tasks(write_file, tasks, processes, PrepareProgress(size, "images"))
@@ -168,26 +163,18 @@ def write_file(destination: Path, split: str, number: int) -> tuple[int, int]:
             yield Sample(cleaned.image, int(label), plan.classes[label], name, cleaned.height, cleaned.width)
 
     file, rows = write_shard(destination / plan.name(number), plan.format, samples())
-    own = state(destination) / plan.name(number)
-    crc = write_whole(beside := own.with_name(f"{own.name}.rows.npy"), npy(rows))
-    about = {"file": asdict(file), "problems": problems, "crc32c": {beside.name: crc}}
-    write_whole(own.with_name(f"{own.name}.json"), json.dumps(about).encode())
+    plans.record(destination, file, "rows", rows, problems=problems)
     return len(images), sum(int(place["length"]) for _, place in images)
 
 
 def _read(path: str, offset: int, length: int, shared: bool) -> bytes:
     """Read an image from its own file, or from a tar, which is kept open for the next image."""
-    descriptor = -1
     try:
-        descriptor = _open(path) if shared else os.open(path, os.O_RDONLY)
-        data = os.pread(descriptor, length + (not shared), offset)
+        data = os.pread(_open(path), length, offset) if shared else Path(path).read_bytes()
     except OSError as error:
         if error.errno == errno.EIO:
             raise BrokenImage(f"cannot be read: {error.strerror}") from None
         raise ArgumentError(f"{path}: {error.strerror}. SRC must not change while it is read.") from None
-    finally:
-        if not shared and descriptor >= 0:
-            os.close(descriptor)
     if len(data) != length:
         raise ArgumentError(f"{path} has changed: it had {length} bytes. Start again with --overwrite.")
     return data
@@ -200,15 +187,15 @@ def _open(path: str) -> int:
 
 def _close(destination: Path, plan: SplitPlan, max_broken: int | None) -> int:
     """Write a split's index and list of problems. Returns how many images were left out."""
-    reports = [plan.finished(destination, shard) or {} for shard in range(plan.shards)]
-    problems = sorted(tuple(problem) for report in reports for problem in report.get("problems", ()))
+    records = [plans.record_of(destination, plan.name(shard)) for shard in range(plan.shards)]
+    problems = sorted(tuple(problem) for record in records for problem in record["problems"])
     left_out = sum(problem[0] == "left out" for problem in problems)
-    list_problems(path := destination / f"{plan.split}.problems.tsv", problems)
+    plans.list_problems(path := destination / f"{plan.split}.problems.tsv", problems)
     what = f"{left_out} of {plan.images} images of {plan.split}"
-    check_broken(what, left_out, plan.images, max_broken, path)
-    made: Dataset = plan.close(destination)
+    plans.check_broken(what, left_out, plan.images, max_broken, path)
+    made = plan.close(destination, [ShardFile(**record["file"]) for record in records])
     size = sum(file.size for file in made.files)
-    say(f"{plan.split}: {len(made)} images in {len(made.files)} files, {decimal(size)}")
+    say(f"{plan.split}: {amount(len(made), 'image')} in {amount(len(made.files), 'file')}, {decimal(size)}")
     if converted := len(problems) - left_out:
-        say(f"{plan.split}: {converted} images converted, listed in {path}")
-    return int(left_out)
+        say(f"{plan.split}: {amount(converted, 'image')} converted, listed in {path}")
+    return left_out

@@ -18,6 +18,11 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def amount(number: int, noun: str, plural: str = "") -> str:
+    """Return a number with its noun in the singular or plural, such as "1 file"."""
+    return f"{number} {noun if number == 1 else plural or f'{noun}s'}"
+
+
 def counted(names: Sequence[str]) -> str:
     """Return the number of names, and the first few of them."""
     return f"{len(names)} ({', '.join(names[:_NAMED])}{', ...' if len(names) > _NAMED else ''})"

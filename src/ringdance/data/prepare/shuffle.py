@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import numpy as np
 
 from ringdance.data.files import npy, write_whole
 from ringdance.data.prepare.chunks import SourceFile, parse
-from ringdance.data.prepare.plan import DAMAGE, read_plan, state, unchanged
+from ringdance.data.prepare.plan import DAMAGE, read_plan, record, state, unchanged
 from ringdance.data.tables import criteo
 from ringdance.data.tables.rows import Array, Rows, dtype
 from ringdance.data.tables.writing import TableWriter
@@ -89,6 +89,7 @@ def scatter(destination: Path, number: int, unit: int, note: Path) -> tuple[int,
     """Parse a unit of a file, and write its chunks as sorted runs. Returns its rows and bytes."""
     plan = ShufflePlan.read(destination)
     assert plan is not None
+    directory = state(destination)
     file, runs, total = plan.files[number], list[dict[str, Any]](), 0
     for chunk, data, size in file.read(unit, plan.chunk):
         fields, allowed = plan.files[0].fields, plan.max_broken or 0
@@ -97,14 +98,12 @@ def scatter(destination: Path, number: int, unit: int, note: Path) -> tuple[int,
         files = plan.file_of(keys, file.group)
         ends = np.cumsum(np.append(0, np.bincount(files, minlength=len(plan.names))))
         name, total = f"sorted.{number}.{chunk}", total + size
-        arrays = {"rows": rows.packed()[np.argsort(files, kind="stable")], "ends": ends}
-        checksums = {
-            path: write_whole(state(destination) / path, npy(array))
-            for kind, array in arrays.items() for path in (f"{name}.{kind}.npy",)
-        }  # fmt: skip
+        sorted_rows = rows.packed()[np.argsort(files, kind="stable")]
+        arrays = {f"{name}.rows.npy": sorted_rows, f"{name}.ends.npy": ends}
+        checksums = {path: write_whole(directory / path, npy(array)) for path, array in arrays.items()}
         count = len(numbers) + len(broken)
         runs.append({"name": name, "rows": count, "broken": broken, "crc32c": checksums})
-    write_whole(state(destination) / note, json.dumps(runs).encode())
+    write_whole(directory / note, json.dumps(runs).encode())
     return sum(run["rows"] for run in runs), total
 
 
@@ -132,8 +131,6 @@ def gather(destination: Path, number: int) -> tuple[int, int]:
     with TableWriter(path, plan.format, len(rows), fields) as writer:
         for begin in range(0, len(rows), _WRITTEN):
             writer.write(Rows.of(rows[order[begin : begin + _WRITTEN]]))
-    offsets = f"{path.name}.offsets.npy"
-    checksum = write_whole(directory / offsets, npy(writer.written.offsets))
-    about = {"file": asdict(writer.written.file), "crc32c": {offsets: checksum}}
-    write_whole(directory / f"{path.name}.json", json.dumps(about).encode())
+    written = writer.written
+    record(destination, written.file, "offsets", written.offsets)
     return len(rows), len(rows)

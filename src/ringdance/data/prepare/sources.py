@@ -100,7 +100,7 @@ def find(source: Path, splits: Sequence[str] = (), labels: Path | None = None) -
     if any(map(_own_images, places.values())) and any(_own_images(path) for path in _beside(places.values())):
         places = {}
     if others := [path.name for path in _beside(places.values()) if _is_data(path)]:
-        say(f"not read, as neither train nor validation: {counted(others)}. To read one, use --split and SRC")
+        say(f"not read, because neither train nor validation: {counted(others)}. To read one, pass it as SRC")
     if not places:
         if not _class_names(source):
             raise ArgumentError(
@@ -126,7 +126,7 @@ def _place(source: Path, split: str) -> Path | None:
         names = sorted(os.listdir(parent)) if parent.is_dir() else []  # includes broken links
         matches = [name for name in names if name.lower() in SPLITS[split]]
         if len(matches) > 1:
-            raise ArgumentError(f"{parent} has {' and '.join(matches)}. Either may be {split}: rename one.")
+            raise ArgumentError(f"{parent} has {' and '.join(matches)}. Only one can be {split}: rename one.")
         if matches or _TARS[split] in names:
             return parent / (matches or [_TARS[split]])[0]
     return None
@@ -196,7 +196,7 @@ def _source(
     if split == "train" and (empty := sorted(set(classes) - numbers_by_class.keys())):
         for name in empty if place.is_dir() else ():
             if other := next((path for path in (place / name).glob("[!.]*") if path.is_file()), None):
-                raise ArgumentError(f"{place} does not hold classes: {name} has {other.name}, but no images")
+                raise ArgumentError(f"{place} is not divided into classes: {name} has {other.name} only")
         raise ArgumentError(
             f"{place} has classes without images: {', '.join(empty[:5])}. Remove them, or complete SRC."
         )

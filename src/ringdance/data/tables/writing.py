@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +14,6 @@ from ringdance.data.tables import examples
 from ringdance.data.tables.formats import scan
 from ringdance.data.tables.rows import Array, Rows, dtype, header
 from ringdance.data.tables.table import Table, TableFile
-from ringdance.errors import ArgumentError
 
 ENDS = {"rows": "npy", "tfrecord": "tfrecord"}
 """File name extensions, by format."""
@@ -32,20 +32,18 @@ class Written:
     offsets: Array
 
 
-class TableWriter:
+class TableWriter(AbstractContextManager["TableWriter"]):
     """A table's file, for use in a ``with`` statement. It appears under its name only when it is complete.
 
     Args:
         path: Path of the file.
         format: "rows" or "tfrecord".
-        count: Rows that will be written. The format ``rows`` stores it at the beginning.
+        count: Number of rows that will be written. The format ``rows`` stores this number first.
         fields: Pairs in each row.
     """
 
     def __init__(self, path: Path, format: str, count: int, fields: int) -> None:
-        if format not in ENDS:
-            raise ArgumentError(f"format {format!r} is not supported. Use one of {', '.join(ENDS)}.")
-        self.path, self.format, self.count = path, format, count
+        self.path, self.format = path, format
         self._file, self._rows = ShardWriter(path), 0
         if format == "rows":
             self._file.write(header(count, dtype(fields)))
@@ -55,18 +53,9 @@ class TableWriter:
         self._file.write(rows.packed().tobytes() if self.format == "rows" else examples.encode(rows))
         self._rows += len(rows.labels)
 
-    def __enter__(self) -> TableWriter:
-        self._file.__enter__()
-        return self
-
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Complete the file. Remove it after an error."""
-        wrong = None
-        if error is None and self._rows != self.count:
-            wrong = error = ArgumentError(f"{self.path}: {self._rows} rows were written, not {self.count}")
         self._file.__exit__(kind, error, trace)
-        if wrong is not None:
-            raise wrong
 
     @property
     def written(self) -> Written:

@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.panel import Panel
-from rich.table import Table
+from rich.table import Column, Table
 
 from ringdance.core.reports.judging import TAKEN
 from ringdance.errors import LaunchError
@@ -105,7 +105,7 @@ def _plan(given: argparse.Namespace) -> int:
     if work and not options.samples:
         raise LaunchError(f"{load.model} has no usual number of samples. Pass --samples N (per epoch)")
     if given.budget and on.price is None:
-        raise LaunchError(f"--budget: the price of {on.name} is not known. Pass it: --price P")
+        raise LaunchError(f"--budget needs the price of {on.name}, which is not known. Pass --price P")
     per_host = options.per_host(load, on)
     ranks = given.np or [per_host * 2**power for power in range(6)]
     of_ranks = cache(lambda ranks: predict(load, on, ranks, options))
@@ -122,7 +122,7 @@ def _plan(given: argparse.Namespace) -> int:
         )
         verdict = _verdict(best, list(tried.values()), given)
         if best and best.ranks > _FAR * load.ranks:
-            verdict += f" That is {best.ranks / load.ranks:,.0f} times the measured ranks: measure more."
+            verdict += f" That is {best.ranks / load.ranks:,.0f} times the measured ranks: measure on more."
     rounded = [(count, row) for count, row in zip(ranks, rows, strict=True) if count != row.ranks]
     assumed = assumptions(load, on, options, rounded)
     if given.json:
@@ -141,24 +141,23 @@ def _load(given: argparse.Namespace, on: Instance, options: PlanOptions) -> tupl
     """Return the training step, and the options with missing values taken from the model."""
     if (given.bench is None) == (given.model is None):
         raise LaunchError("specify what to train: --from bench.json, or --model NAME --images-per-second R")
-    known = models()
+    rate, known = given.images_per_second, models()
+    if given.of > 1 and not rate:
+        raise LaunchError(f"--of {given.of} needs the total rate of these ranks: --images-per-second R")
     if given.bench is not None:
         load = _measured(given, on, options)
     elif given.model not in known:
         raise LaunchError(
-            f"--model {given.model} is not known. Known are {', '.join(known)}. Measure it with `ringdance "
-            "bench train --output bench.json` and pass --from bench.json"
+            f"--model {given.model} is not known. Known models: {', '.join(known)}. To plan another model, "
+            "measure it with `ringdance bench train --output bench.json`, and pass --from bench.json"
         )
-    if given.of > 1 and not given.images_per_second:
-        raise LaunchError(f"--of {given.of}: pass the rate of these ranks together: --images-per-second R")
-    if given.bench is None and not given.images_per_second:
-        raise LaunchError("--model needs a rate: --images-per-second R, of one rank or of --of N together")
-    model = known.get(load.model if given.bench else given.model)
-    if model is not None:
-        options = replace(options, samples=options.samples or model.samples)
-    if given.bench is None and model is not None:
-        rate, batch = given.images_per_second, given.batch or model.batch
-        load = planner.from_model(model, rate, batch, on, options, given.of)
+    elif not rate:
+        raise LaunchError("--model needs the rate of one rank, or of --of N together: --images-per-second R")
+    else:
+        model = known[given.model]
+        load = planner.from_model(model, rate, given.batch or model.batch, on, options, given.of)
+    if load.model in known:
+        options = replace(options, samples=options.samples or known[load.model].samples)
     if given.to_accuracy:
         options = replace(options, curve=curve(load.model, given.to_accuracy))
     return load, options
@@ -191,17 +190,17 @@ def _measured(given: argparse.Namespace, on: Instance, options: PlanOptions) -> 
 
 def table(rows: Sequence[Row], load: Workload, on: Instance) -> Table:
     """Return the predictions as a table."""
-    columns = {name: [_value(row, key) for row in rows] for name, key in _COLUMNS.items()}
-    known = {name: cells for name, cells in columns.items() if any(cell is not None for cell in cells)}
+    known = {
+        name: key for name, key in _COLUMNS.items() if any(getattr(row, key) is not None for row in rows)
+    }
+    columns = [Column(name, justify="right") for name in known]
     title = (
         f"{load.model} on {on.name}; efficiency vs. one rank alone and one host;\n"
         "step, exposed communication and skew in ms"
     )
-    shown = Table(box=SIMPLE_HEAD, title=title, title_justify="left", padding=0, show_edge=False)
-    for name in known:
-        shown.add_column(name, justify="right")
-    for row in zip(*known.values(), strict=True):
-        shown.add_row(*map(_cell, row))
+    shown = Table(*columns, box=SIMPLE_HEAD, title=title, title_justify="left", padding=0, show_edge=False)
+    for row in rows:
+        shown.add_row(*(_cell(_value(row, key)) for key in known.values()))
     return shown
 
 
@@ -282,7 +281,7 @@ def _verdict(best: Row | None, tried: Sequence[Row], given: argparse.Namespace) 
         return f"No advice: a batch of {tried[0].batch:,} is beyond the reference points."
     row = min(known, key=lambda row: (row.hours if given.deadline else row.money) or 0.0)
     nearest = f"{_cell(row.hours)} hours" + (f" and ${_cell(row.money)}" if row.money else "")
-    return f"No number of hosts up to {_MOST} meets {limit}. The nearest is {row.hosts}, with {nearest}."
+    return f"No plan with up to {_MOST} hosts meets {limit}. The nearest has {row.hosts}, with {nearest}."
 
 
 def _hours(text: str) -> float:

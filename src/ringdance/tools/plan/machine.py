@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from math import inf
@@ -54,12 +55,11 @@ class Clock:
 
     def __init__(self) -> None:
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
-        self._number = 0
+        self._numbers = itertools.count()  # events at the same time run in the order of their creation
 
     def at(self, time: float, event: Callable[[float], None]) -> None:
         """Call ``event(time)`` after all earlier events."""
-        self._number += 1
-        heapq.heappush(self._events, (time, self._number, event))
+        heapq.heappush(self._events, (time, next(self._numbers), event))
 
     def run(self) -> None:
         """Process events until the queue is empty."""
@@ -70,7 +70,7 @@ class Clock:
 
 @dataclass(eq=False)
 class SimulatedHost:
-    """A host's traffic counters, and the times at which its link becomes free in each direction.
+    """A host's traffic, and the times at which its link becomes free in each direction.
 
     Attributes:
         sent: Bytes sent to other hosts.
@@ -82,10 +82,6 @@ class SimulatedHost:
     sent: int = 0
     messages: int = 0
 
-    def count(self, nbytes: int, messages: int) -> None:
-        """Count traffic to other hosts."""
-        self.sent += nbytes
-        self.messages += messages
 
 
 @dataclass(eq=False)

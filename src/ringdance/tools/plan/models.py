@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
-from math import log, prod
+from math import prod
 from pathlib import Path
+
+import numpy as np
 
 from ringdance.errors import LaunchError
 from ringdance.submit.instances import parsed
@@ -68,30 +69,24 @@ class Curve:
     Attributes:
         target: Accuracy to reach.
         what: Description of the accuracy metric and the optimizer.
-        points: Batch size, epochs, base learning rate and warm-up epochs for each reference point.
+        points: Batch size and epochs for each reference point, in ascending order.
     """
 
     model: str
     target: float
     what: str
-    points: tuple[tuple[float, ...], ...]
+    points: tuple[tuple[float, float], ...]
 
-    def at(self, batch: int) -> tuple[float, float, float] | None:
-        """Return epochs, learning rate and warm-up epochs, or None above the largest batch.
+    def epochs(self, batch: int) -> float | None:
+        """Return the number of epochs for a batch size, or None if it exceeds the largest reference point.
 
-        Batches below the smallest reference point use its epochs. Their learning rate is scaled linearly.
+        Between two reference points, epochs are interpolated over the logarithm of the batch size. Smaller
+        batches than the smallest reference point need as many epochs as that point.
         """
-        batches = [point[0] for point in self.points]
+        batches, epochs = zip(*self.points, strict=True)
         if batch > batches[-1]:
             return None
-        place = bisect_left(batches, batch)
-        high = self.points[place]
-        if place == 0:
-            return high[1], high[2] * batch / high[0], high[3]
-        low = self.points[place - 1]
-        share = log(batch / low[0]) / log(high[0] / low[0])
-        epochs, rate, warm_up = (a + (b - a) * share for a, b in zip(low[1:], high[1:], strict=True))
-        return epochs, rate, warm_up
+        return float(np.interp(np.log(batch), np.log(batches), epochs))
 
 
 @cache

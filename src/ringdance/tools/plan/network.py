@@ -201,7 +201,8 @@ class SimulatedTransport(Transport):
         def leave(time: float) -> None:
             source.out_free = max(max(source.out_free, time) + seconds, last + seconds / count)
             target.in_free = max(source.out_free + machine.latency, target.in_free + seconds)
-            source.count(nbytes, count)
+            source.sent += nbytes
+            source.messages += count
             self.group.arrive(number, member, target.in_free)
 
         return leave
@@ -233,7 +234,8 @@ class SimulatedTransport(Transport):
                 host.out_free = max(host.out_free, time) + sent / machine.bandwidth
                 end = max(end, max(host.out_free, time + path / machine.bandwidth) + rounds * machine.latency)
                 host.in_free = max(host.in_free, end)
-                host.count(sent, messages)
+                host.sent += sent
+                host.messages += messages
                 busy = self.core.messages(2 * max(rounds, 2 * (self.size - 1).bit_length()), 2 * path)
         for member in self.group.executed:
             self.group.pending[number, member].busy = busy
@@ -250,7 +252,4 @@ class SimulatedTransport(Transport):
     def _absent(self, *_: Any) -> Any:
         raise NotImplementedError("The simulated transport only supports what all-reduces need.")
 
-    broadcast = split = post = messages = state = cast(Any, _absent)
-
-    def close(self, agreed: bool) -> None:
-        pass
+    broadcast = split = post = messages = state = close = cast(Any, _absent)

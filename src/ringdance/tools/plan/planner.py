@@ -12,11 +12,10 @@ from typing import Any
 from ringdance.core.reports.judging import spread
 from ringdance.errors import LaunchError
 from ringdance.host.files import NO_FORMAT, read_regular, typed
-from ringdance.settings import Settings
 from ringdance.submit.instances import Instance
 from ringdance.tools.plan.models import FORWARD, Curve, KnownModel
 from ringdance.tools.plan.simulator import Machine, expected_largest, simulate
-from ringdance.tools.report.figures import read_run
+from ringdance.tools.report.metrics import read_run
 
 RANK_SPREAD, HOST_SPREAD = 0.04, 0.1
 """Standard deviations on GPUs, as shares of a step, fitted to published runs.
@@ -190,7 +189,7 @@ def from_bench(path: Path) -> Workload:
         content = json.loads(read_regular(path))
         row = min(content["sizes"], key=_preference)
         ranks, times = row["ranks"], row["step_seconds"]
-        compute = float(times.get("alone") or times["ringdance"] * (1 - row.get("exposed_share", 0.0)))
+        compute = typed(times, "alone", float)
         gradients = [(typed(item, "bytes", int), typed(item, "seconds", float)) for item in row["gradients"]]
         single = typed({"single_steps": row.get("single_steps") or []}, "single_steps", list[float])
         gpus, cores = bool(row.get("gpus")), typed(row, "cores", int)
@@ -198,15 +197,13 @@ def from_bench(path: Path) -> Workload:
         each = row.get("threads") or cores / max(1, row.get("ranks_per_host", ranks))
         batch, model = typed(content, "batch", int), typed(content, "model", str)
         possible = all(0 <= size < 1 << 40 and ready >= 0 for size, ready in gradients)
-        if not (possible and compute < _LONGEST and batch > 0 and each > 0):
-            raise ValueError("a number is out of range")
+        if not (gradients and possible and 0 < compute < _LONGEST and batch > 0 and each > 0):
+            raise ValueError("a number is missing or out of range")
     except NO_FORMAT as error:
         raise LaunchError(
             f"{path} is not a measurement of `ringdance bench train --output FILE` ({type(error).__name__}: "
             f"{error}). It may be truncated or from another version. Measure again"
         ) from None
-    if not gradients or compute <= 0:
-        raise LaunchError(f"{path} has no gradients for the run on {ranks} ranks. Measure again")
     deviation = spread(single) if len(single) > 2 else 0.0
     source = (
         f"{path.name}: {model}, batch {batch}, measured on {ranks} rank{'s' * (ranks > 1)}: "
@@ -233,17 +230,17 @@ def from_run(directory: Path, batch: int) -> Workload:
     run = read_run(directory)
     last, per_host = run.slowest.rows[-1], max(1, run.size // len(run.hosts))
     step = 1 / run.steps_per_second
-    compute = step * (1 - min(_MOST_WAITING, run.communication))
+    compute = step * (1 - min(_MOST_WAITING, run.waiting.communication))
     size = int(last["bytes"] / last["steps"]) // _PARTS
     if not size:
         raise LaunchError(f"{directory} has no gradients. A plan needs a run on at least two ranks")
     shares = (FORWARD + (1 - FORWARD) * part / _PARTS for part in range(1, _PARTS + 1))
     gradients = [(size, compute * share) for share in shares]
-    deviation = max(0.0, run.skew) * step / expected_largest(max(2, run.size))
+    deviation = max(0.0, run.waiting.skew) * step / expected_largest(max(2, run.size))
     cores = 0.0 if run.gpu is not None else (run.mean("host_cores") or per_host) / per_host
     source = (
         f"{directory}: {run.size} rank{'s' * (run.size > 1)}, {step * 1e3:.4g} ms per step, of which even "
-        f"the slowest rank waited {run.communication:.0%} for exchanges."
+        f"the slowest rank waited {run.waiting.communication:.0%} for exchanges."
     )
     others, name = max(run.taken(host) for host in run.hosts), f"run {directory}"
     return Workload(name, batch, compute, tuple(gradients), deviation, run.size, cores, source, others)
@@ -288,15 +285,10 @@ def predict(load: Workload, on: Instance, ranks: int, options: PlanOptions) -> R
     slow = load.slower((load.compute + skew) / load.compute * busy)
     if load.cores and load.cores * per_host >= on.cores:  # no idle core: exchanges follow the backward pass
         slow = replace(slow, gradients=tuple((size, slow.compute) for size, _ in slow.gradients))
-    step = simulate(
-        base, hosts, per_host, slow.gradients, slow.compute, wire_dtype=options.wire, settings=Settings()
-    )
+    step = simulate(base, hosts, per_host, slow.gradients, slow.compute, wire_dtype=options.wire)
     batch, seconds = load.batch * size, step.seconds
     rate = batch / seconds
-    epochs: float | None = options.epochs or None
-    if options.curve is not None:
-        point = options.curve.at(batch)
-        epochs = point[0] if point else None
+    epochs = options.curve.epochs(batch) if options.curve else options.epochs or None
     hours = options.samples * epochs / rate / 3600 if epochs is not None and options.samples else None
     money = hours * hosts * on.price if hours is not None and on.price is not None else None
     exposed = seconds - slow.compute
@@ -327,8 +319,8 @@ def choose(
             return hours is not None and hours <= deadline
         return money is not None and money <= budget
 
-    grid = [hosts for power in range(12) for hosts in (2**power, 3 * 2**power // 2) if hosts <= most]
-    grid = sorted(set(grid))
+    powers = [2**power for power in range(most.bit_length())]
+    grid = sorted({hosts for power in powers for hosts in (power, 3 * power // 2) if hosts <= most})
     fitting = (hosts for hosts in grid if fits(hosts))
     good = list(islice(fitting, 1) if deadline else fitting)
     if not good:
@@ -341,6 +333,4 @@ def choose(
         middle = (high + low) // 2
         high, low = (middle, low) if fits(middle) else (high, middle)
     kept = [row for hosts, row in rows.items() if fits(hosts)]
-    if deadline:
-        return min(kept, key=lambda row: (row.hosts, row.ranks)), rows
-    return min(kept, key=lambda row: row.hours or 0.0), rows
+    return min(kept, key=lambda row: row.hosts if deadline else row.hours or 0.0), rows

@@ -5,18 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from statistics import fmean
 
-from ringdance.core.reports.judging import (
-    BUSY,
-    FULL_CORES,
-    FULL_GPU,
-    IDLE_CORES,
-    IDLE_GPU,
-    LEAST,
-    NO_CORES,
-    TAKEN,
-    WORTH,
-)
-from ringdance.tools.report.figures import Rank, RunMetrics
+from ringdance.core.reports import judging
+from ringdance.tools.report.metrics import Rank, RunMetrics
 
 _FEW = 10  # steps
 
@@ -47,45 +37,46 @@ def judge(run: RunMetrics, uneven: float = 0.0) -> Limit:
     Args:
         run: Metrics of the run.
         uneven: Share of the time that every rank spends waiting for others to submit requests, taken from the
-            timeline. A different rank is late each time, so metrics alone would count this
-            time as communication.
+            timeline. A different rank is late each time, so metrics alone would count this time as
+            communication.
     """
-    communication, skew = max(0.0, run.communication - uneven), run.skew
+    communication, skew = max(0.0, run.waiting.communication - uneven), run.waiting.skew
     own = 1 - fmean([rank.exposed for rank in run.ranks])
     cores = fmean([rank.cores for rank in run.ranks])
     evidence = _evidence(run, communication, uneven, own)
-    taken, host = max(((run.taken(h), h) for h in run.hosts if run.in_use(h) > BUSY), default=(0, ""))
-    skewed = run.size > 1 and skew >= max(WORTH, communication)
+    taken, host = max(((run.taken(h), h) for h in run.hosts if run.in_use(h) > judging.BUSY), default=(0, ""))
+    skewed = run.size > 1 and skew >= max(judging.WORTH, communication)
     # The ranks wait for something other than a core, such as their input.
-    waits = all(_used(rank) < NO_CORES for rank in ([run.slowest] if skewed else run.ranks))
-    if taken >= TAKEN and not (waits and (skewed or max(communication, uneven) < WORTH)):
+    waits = all(_used(rank) < judging.NO_CORES for rank in ([run.slowest] if skewed else run.ranks))
+    if taken >= judging.TAKEN and not (waits and (skewed or max(communication, uneven) < judging.WORTH)):
         return Limit(
             "other programs",
             f"Other programs use {taken:.0%} of the cores of {host}. What limits the run without them is "
-            "not known.", "Run it again while they are not running, or on its own cores.", evidence,
+            "not known.", "Run it again without these programs, or on cores of its own.", evidence,
         )  # fmt: skip
-    if run.size > 1 and uneven >= max(WORTH, communication, skew) and run.in_use() < BUSY:
+    if run.size > 1 and uneven >= max(judging.WORTH, communication, skew) and run.in_use() < judging.BUSY:
         return Limit(
             "skew", "Ranks wait for each other, each time for a different one.",
-            "Give all ranks the same work in each step, for example samples of similar length, and each its "
-            "own cores.", evidence,
+            "Give all ranks the same amount of work in each step, for example samples of similar length, and "
+            "give each rank its own cores.", evidence,
         )  # fmt: skip
     if skewed:
         return _skew(run, evidence)
-    if run.size > 1 and communication >= WORTH:
+    if run.size > 1 and communication >= judging.WORTH:
         return _communication(run, communication, evidence)
     # Ranks that use so few cores must be waiting. On a busy host, they may be waiting for the cores.
-    idle = cores / max(own, LEAST) < (NO_CORES if run.in_use() > BUSY else IDLE_CORES)
-    if run.gpu < IDLE_GPU * own if run.gpu is not None else idle:
+    enough = judging.NO_CORES if run.in_use() > judging.BUSY else judging.IDLE_CORES
+    idle = cores / max(own, judging.LEAST) < enough
+    if run.gpu < judging.IDLE_GPU * own if run.gpu is not None else idle:
         also = again = ""
-        if taken >= TAKEN:  # ranks that wait for a core look idle, too
+        if taken >= judging.TAKEN:  # ranks that wait for a core look idle, too
             also = f" Or they wait for cores: other programs use {taken:.0%} of the cores of {host}."
-            again = "Run it again while other programs are not running. If ranks still do not compute: "
+            again = "Run it again without these programs. If the ranks still barely compute: "
         return Limit(
-            "input", f"Ranks barely wait for exchanges or for each other, but they barely compute.{also}",
-            f"{again}Load in parallel with training: more data loader workers, prefetching, files on a local "
-            "disk. Measure the loader alone: it must deliver more than "
-            f"{run.steps_per_second:.3g} batches per second. Until then, more ranks do not help.", evidence,
+            "input", f"Ranks barely wait for exchanges or for each other, yet they barely compute.{also}",
+            f"{again}Load data in parallel with training: use more data loader workers, prefetching, or a "
+            "local disk. Measure the loader alone. It must deliver more than "
+            f"{run.steps_per_second:.3g} batches per second. Before that, more ranks do not help.", evidence,
         )  # fmt: skip
     return Limit("computation", "Ranks compute most of the time.", _scale(run, evidence), evidence)
 
@@ -98,11 +89,11 @@ def _evidence(run: RunMetrics, communication: float, uneven: float, own: float) 
     evidence = [
         f"Communication: even the rank that waits least waits {communication:.0%} of a step of {step:.3g} ms "
         "for exchanges.",
-        f"Skew: the other ranks wait another {run.skew:.0%} of the time for the slowest.",
+        f"Skew: on top of that, the other ranks wait {run.waiting.skew:.0%} of the time for the slowest.",
         f"Own work: {own:.0%} of the time, on average. A rank uses {cores:.2f} cores{of_gpu}",
     ]
     if (steps := min(rank.steps for rank in run.ranks)) < _FEW:
-        evidence.append(f"Judged by only {steps} step{'s' * (steps > 1)} per rank. A longer run says more.")
+        evidence.append(f"Based on only {steps} step{'s' * (steps > 1)} per rank. A longer run says more.")
     if uneven >= 0.01:
         text = f"Uneven steps: all ranks wait {uneven:.0%} of the time, each time for a different rank."
         evidence.insert(1, text)
@@ -112,53 +103,50 @@ def _evidence(run: RunMetrics, communication: float, uneven: float, own: float) 
 def _communication(run: RunMetrics, communication: float, evidence: list[str]) -> Limit:
     last = run.slowest.rows[-1]
     evidence.append(
-        f"{last['bytes'] / last['steps'] / 1e6:,.1f} MB are reduced per step. Without waiting for it, "
-        f"these {run.size} ranks would do what {run.size / max(LEAST, 1 - communication):.3g} do now."
+        f"{last['bytes'] / last['steps'] / 1e6:,.1f} MB are reduced per step. Without waiting for this, "
+        f"{run.size} ranks would be as fast as {run.size / max(judging.LEAST, 1 - communication):.3g} are."
     )
     return Limit(
         "communication", "All ranks wait equally for exchanges.",
-        "Exchange less often: a larger batch on each rank, or backward_passes_per_step=2 in "
-        "DistributedOptimizer. Then send fewer bytes: compression=hvd.Compression.fp16. On several "
-        "hosts, measure the network between them with `iperf3`.", evidence,
+        "First exchange less often: use a larger batch on each rank, or pass backward_passes_per_step=2 to "
+        "DistributedOptimizer. Then send fewer bytes: pass compression=hvd.Compression.fp16. If there are "
+        "several hosts, measure the network between them with `iperf3`.", evidence,
     )  # fmt: skip
 
 
 def _used(one: Rank) -> float:
     """Return the number of cores that a rank uses while it is not waiting for other ranks."""
-    return one.cores / max(1 - one.exposed, LEAST)
+    return one.cores / max(1 - one.exposed, judging.LEAST)
 
 
 def _skew(run: RunMetrics, evidence: list[str]) -> Limit:
-    slow, cores = run.slowest, fmean([rank.cores for rank in run.others])
+    slow = run.slowest
+    cores = fmean([rank.cores for rank in run.ranks if rank is not slow])
     step = 1e3 / run.steps_per_second
     evidence.append(
         f"Rank {slow.rank} on host {slow.host} waits {slow.exposed:.0%} of the time. Its own work takes "
         f"{run.waiting.longer:.1f} times as long as on the others. If it were as fast, a step would take "
-        f"{step * (1 - run.skew):.3g} ms instead of {step:.3g}. It uses {slow.cores:.2f} cores on average, "
-        f"the others {cores:.2f}. {run.in_use(slow.host):.0%} of its host's cores are in use."
+        f"{step * (1 - run.waiting.skew):.3g} ms instead of {step:.3g}. It uses {slow.cores:.2f} cores on "
+        f"average, the others {cores:.2f}. {run.in_use(slow.host):.0%} of its host's cores are in use."
     )
     doing = (
         f"It barely uses its cores. Find out what rank {slow.rank} waits for: its data, a disk or a lock"
-        if _used(slow) < IDLE_CORES
+        if _used(slow) < judging.IDLE_CORES
         else f"Find out why rank {slow.rank} has more work or is slower: larger samples, other programs on "
         f"{slow.host}, fewer cores, a hot processor or GPU"
     )
     return Limit(
         "skew", f"The others wait for rank {slow.rank} on host {slow.host}.",
-        f"{doing}. `ringdance explain` shows what it does. `ringdance doctor` compares the hosts.", evidence,
+        f"{doing}. `ringdance explain` shows what the rank is doing. `ringdance doctor` compares the hosts.",
+        evidence,
     )  # fmt: skip
-
-
-def is_full(run: RunMetrics) -> bool:
-    """Return True if a compute-bound run already uses all available cores or GPUs."""
-    return run.in_use() >= FULL_CORES if run.gpu is None else run.gpu >= FULL_GPU
 
 
 def _scale(run: RunMetrics, evidence: list[str]) -> str:
     """Return what to try next for a compute-bound run: first scale up, then scale out."""
     what, used = ("cores", run.in_use()) if run.gpu is None else ("GPUs", run.gpu)
     evidence.append(f"{used:.0%} of the {what} are in use.")
-    if is_full(run):
+    if used >= (judging.FULL_CORES if run.gpu is None else judging.FULL_GPU):
         return (
             f"The {what} are busy. First scale up: faster {what}, or mixed precision. Then scale out to more "
             "hosts (`ringdance run -H h1:N,h2:N`). `ringdance plan --from RUN_DIR` predicts the gain."

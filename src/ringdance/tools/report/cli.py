@@ -11,7 +11,7 @@ from pathlib import Path
 from ringdance.errors import LaunchError
 from ringdance.launch.parser import Parser, as_program
 from ringdance.tools.report.bottlenecks import Limit, judge
-from ringdance.tools.report.figures import RunMetrics, read_run
+from ringdance.tools.report.metrics import RunMetrics, read_run
 from ringdance.tools.report.page import page, speed_of
 from ringdance.tools.report.summary import RankTimes, notes, ranks_of
 from ringdance.tools.report.trace import load

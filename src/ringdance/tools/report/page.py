@@ -11,12 +11,12 @@ from statistics import fmean
 from ringdance.core.reports.judging import WORTH
 from ringdance.tools.report import svg
 from ringdance.tools.report.bottlenecks import Limit
-from ringdance.tools.report.figures import RunMetrics
+from ringdance.tools.report.metrics import Rank, RunMetrics
 from ringdance.tools.report.summary import RankTimes, rank_row
 from ringdance.tools.report.timeline import milliseconds, rank_table
 
 _STEP = ("between exchanges", "waits for slower ranks", "exchanges")
-_OTHER, _LINES = 4, 4  # first color that has no fixed meaning in the plots; maximum number of lines
+_LINES = 4  # maximum number of lines in a plot
 
 
 def page(runs: Sequence[RunMetrics], limit: Limit, trace: Sequence[RankTimes], batch: int) -> str:
@@ -33,8 +33,8 @@ def page(runs: Sequence[RunMetrics], limit: Limit, trace: Sequence[RankTimes], b
     evidence = "".join(f"<li>{_code(text)}</li>" for text in limit.evidence)
     parts = [
         f"<h1>{escape(run.directory.resolve().name)}: bound by {limit.bound}</h1>",
-        f"<p>{run.size} ranks on {len(run.hosts)} host{'s' * (len(run.hosts) != 1)}, {run.seconds:.0f} s, "
-        f"{run.ranks[0].rows[-1]['steps']} steps, {_code(speed)}</p>",
+        f"<p>{run.size} rank{'s' * (run.size != 1)} on {len(run.hosts)} host{'s' * (len(run.hosts) != 1)}, "
+        f"{run.seconds:.0f} s, {run.ranks[0].rows[-1]['steps']} steps, {_code(speed)}</p>",
         f'<section class="verdict"><p><strong>{escape(limit.sentence)}</strong></p><ul>{evidence}</ul>'
         f"<p><b>Try next:</b> {_code(limit.next_step)}</p></section>",
         f'<h2>The run</h2><div class="plots">{"".join(_plots(run, batch))}</div>',
@@ -80,32 +80,31 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], slow: int = -1
 
 def _plots(run: RunMetrics, batch: int) -> list[str]:
     start = min(rank.rows[0]["time"] for rank in run.ranks)
-    first = run.ranks[0]
+
+    def gauge(rank: Rank, key: str) -> svg.Line:
+        return [(row["time"] - start, row[key]) for row in rank.rows if key in row]
+
     plots = []
     unit, samples = ("samples/s", batch * run.size) if batch else ("steps/s", 1)
-    if rates := [(at - start, rate * samples) for at, rate in first.rates()]:
-        plots.append(svg.lines("Throughput", {unit: rates}, "s", unit, first=_OTHER))
+    if rates := [(at - start, rate * samples) for at, rate in run.ranks[0].rates()]:
+        plots.append(svg.lines("Throughput", {unit: rates}, "s", unit))
     rows = {}
     for rank in sorted(run.ranks, key=lambda rank: rank.exposed)[:32]:
         step, exposed = rank.step_seconds * 1000, rank.exposed * rank.step_seconds * 1000
-        communication = min(exposed, run.communication * step)
+        communication = min(exposed, run.waiting.communication * step)
         rows[f"{rank.rank} {rank.host}"] = [step - exposed, exposed - communication, communication]
-    plots.append(svg.bars("Time per step on each rank, ms; slowest rank first", _STEP, rows, "ms"))
+    plots.append(svg.bars("Time per step on each rank, ms; slowest rank first", _STEP, rows))
     for key, title in (("host_cpu_percent", "Cores in use"), ("host_memory_percent", "Memory in use")):
-        hosts = {}
-        for host in run.hosts[:_LINES]:
-            rank = next(rank for rank in run.ranks if rank.host == host)
-            line = [(row["time"] - start, row[key]) for row in rank.rows if key in row]
-            if line:
-                hosts[host] = line
-        if hosts:
-            plots.append(svg.lines(title, hosts, "s", "% of the host", 100.0, _OTHER))
+        ranks_by_host = {rank.host: rank for rank in run.ranks}
+        lines = {host: gauge(ranks_by_host[host], key) for host in run.hosts[:_LINES]}
+        if hosts := {host: line for host, line in lines.items() if line}:
+            plots.append(svg.lines(title, hosts, "s", "% of the host", 100.0))
     gpus = {
-        f"rank {rank.rank}": [(r["time"] - start, r["gpu_percent"]) for r in rank.rows if "gpu_percent" in r]
+        f"rank {rank.rank}": gauge(rank, "gpu_percent")
         for rank in run.ranks[:_LINES] if rank.gpu is not None
     }  # fmt: skip
     if gpus:
-        plots.append(svg.lines("GPUs in use", gpus, "s", "%", 100.0, _OTHER))
+        plots.append(svg.lines("GPUs in use", gpus, "s", "%", 100.0))
     return plots
 
 
@@ -119,7 +118,7 @@ def _ranks_table(run: RunMetrics) -> str:
             f"{last['rss_bytes'] / 1e9:.2f}", f"{last['bytes'] / 1e9:.3g}",
         ])  # fmt: skip
     names = ("rank", "host", "steps", "ms/step", "waits", "cores", "GPU", "memory, GB", "exchanged, GB")
-    slow = run.ranks.index(run.slowest) if run.size > 1 and run.skew >= WORTH else -1
+    slow = run.ranks.index(run.slowest) if run.size > 1 and run.waiting.skew >= WORTH else -1
     return _table(names, rows, slow)
 
 
@@ -132,11 +131,11 @@ def _scaling(runs: Sequence[RunMetrics], batch: int) -> str:
     series = {"measured": rates, "without loss": [(n, ideal * (n if batch else 1)) for n, _ in rates]}
     rows = [
         [run.directory.name, str(run.size), str(len(run.hosts)), f"{rate:.4g}",
-         f"{run.steps_per_second / smallest.steps_per_second:.0%}", f"{run.communication:.0%}",
-         f"{run.skew:.0%}", f"{fmean([rank.cores for rank in run.ranks]):.2f}"]
+         f"{run.steps_per_second / smallest.steps_per_second:.0%}", f"{run.waiting.communication:.0%}",
+         f"{run.waiting.skew:.0%}", f"{fmean([rank.cores for rank in run.ranks]):.2f}"]
         for run, (_, rate) in zip(ordered, rates, strict=True)
     ]  # fmt: skip
     names = ("run", "ranks", "hosts", unit, "efficiency", "communication", "skew", "cores per rank")
     note = "<p>Efficiency is steps/s relative to the smallest run, with the same batch size on each rank.</p>"
-    plot = svg.lines("Speed by ranks", series, "ranks", unit, first=_OTHER)
+    plot = svg.lines("Speed by ranks", series, "ranks", unit)
     return f'<div class="plots">{plot}</div>{_table(names, rows)}{note}'

@@ -11,6 +11,7 @@ from pathlib import Path
 STYLE = Path(__file__).with_name("page.css")
 _WIDTH, _LEFT, _RIGHT, _TOP = 400, 44, 12, 8
 _HEIGHT, _BOTTOM = 200, 160  # height of a line plot, and position of its x axis
+_FREE = 4  # first color that does not stand for a part of a step
 _BOUNDS, _BOUND = ("bound", "linear"), 6  # lines that show the ideal are dashed, in this color
 _APART = 32  # minimum distance between labels on the x axis
 _ids = count()
@@ -48,9 +49,7 @@ def _legend(names: Mapping[int, str]) -> str:
     return f"<ul class='legend'>{''.join(items)}</ul>"
 
 
-def lines(
-    title: str, series: Mapping[str, Line], x_unit: str, y_unit: str, top: float = 0.0, first: int = 0
-) -> str:
+def lines(title: str, series: Mapping[str, Line], x_unit: str, y_unit: str, top: float = 0.0) -> str:
     """Return a line plot with a caption and legend. Its y axis starts at 0.
 
     Args:
@@ -59,13 +58,12 @@ def lines(
         x_unit: Unit of the x axis.
         y_unit: Unit of the y axis.
         top: Smallest allowed upper end of the y axis.
-        first: Color number of the first line.
     """
-    colours = {name: number % 8 for number, name in enumerate(series, first)}
+    colours = {name: number % 8 for number, name in enumerate(series, _FREE)}
     highest = max(top, *(y for line in series.values() for _, y in line))
     body = _drawn(series, colours, x_unit, _ticks(0.0, highest))
     ends = "; ".join(f"{name}: {line[0][1]:.3g} to {line[-1][1]:.3g}" for name, line in series.items())
-    legend = _legend(dict(enumerate(series, first))) if len(series) > 1 else ""
+    legend = _legend(dict(enumerate(series, _FREE))) if len(series) > 1 else ""
     return _figure(f"{title}, {y_unit}", _frame(_HEIGHT, title, f"{y_unit}; {ends}", body), legend)
 
 
@@ -160,8 +158,8 @@ def _figure(caption: str, picture: str, legend: str) -> str:
     return f"<figure><figcaption>{escape(caption)}</figcaption>{picture}{legend}</figure>"
 
 
-def bars(title: str, names: Sequence[str], rows: Mapping[str, Sequence[float]], unit: str) -> str:
-    """Return stacked horizontal bars. ``names`` has the legend entry for each value in a row."""
+def bars(title: str, names: Sequence[str], rows: Mapping[str, Sequence[float]]) -> str:
+    """Return stacked horizontal bars of milliseconds. ``names`` labels the values in each row."""
     left, each = 70, 22
     longest = max(sum(values) for values in rows.values()) or 1.0
     scale = (_WIDTH - left - 70) / longest
@@ -172,12 +170,12 @@ def bars(title: str, names: Sequence[str], rows: Mapping[str, Sequence[float]], 
         for kind, value in enumerate(values):
             body.append(
                 f'<rect class="b{kind}" x="{at:.1f}" y="{y}" width="{value * scale:.1f}" height="15">'
-                f"<title>{escape(label)}, {escape(names[kind])}: {value:.3g} {escape(unit)}</title></rect>"
+                f"<title>{escape(label)}, {escape(names[kind])}: {value:.3g} ms</title></rect>"
             )
             at += value * scale
-        body.append(_text(at + 4, y + 12, f"{sum(values):.3g} {unit}"))
+        body.append(_text(at + 4, y + 12, f"{sum(values):.3g} ms"))
     description = "; ".join(
-        f"{label}: {', '.join(f'{n} {v:.3g} {unit}' for n, v in zip(names, values, strict=True))}"
+        f"{label}: {', '.join(f'{n} {v:.3g} ms' for n, v in zip(names, values, strict=True))}"
         for label, values in rows.items()
     )
     picture = _frame(_TOP * 2 + each * len(rows), title, description, body)

@@ -12,8 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ringdance.errors import LaunchError
-from ringdance.launch.parser import Parser, as_program
+from ringdance.launch.parser import Parser, as_program, at_least
 from ringdance.tools.report.summary import PARTS, summarize
 from ringdance.tools.report.trace import load
 
@@ -44,15 +43,15 @@ def main(argv: Sequence[str]) -> int:
         description="Show where the time of a step goes, which ranks are slow, and which tensors are late.",
         epilog=_EPILOG,
     )
-    parser.add_argument("file", metavar="FILE", type=Path, help="file of `ringdance run --timeline FILE`")
-    parser.add_argument("--steps", type=int, default=10, metavar="N", help="last steps to show (default: 10)")
-    parser.add_argument("--tensors", type=int, default=10, metavar="N", help="tensors to show (default: 10)")
-    parser.add_argument("--json", action="store_true", help="print everything as JSON, with times in seconds")
+    add = parser.add_argument
+    add("file", metavar="FILE", type=Path, help="file of `ringdance run --timeline FILE`")
+    count = at_least(int, 0)
+    add("--steps", type=count, default=10, metavar="N", help="last steps to show (default: 10)")
+    add("--tensors", type=count, default=10, metavar="N", help="tensors to show (default: 10)")
+    add("--json", action="store_true", help="print everything as JSON, with times in seconds")
 
     def action() -> int:
         arguments = parser.parse_args(list(argv))
-        if min(arguments.steps, arguments.tensors) < 0:
-            raise LaunchError(f"--steps {arguments.steps} --tensors {arguments.tensors}: use 0 or more")
         summary = summarize(load(arguments.file))
         if arguments.json:
             print(json.dumps(summary, indent=1))

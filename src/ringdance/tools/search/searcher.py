@@ -55,7 +55,7 @@ def places(hosts: HostList, ranks: int) -> list[Place]:
     slots += [(host, number) for host, count in hosts for number in range(count - count % ranks, count)]
     if len(slots) < ranks:
         fix = f"Use fewer ranks per trial, --ranks-per-trial {len(slots)}, or more hosts, -H h1:4,h2:4"
-        raise LaunchError(f"a trial needs {ranks} slots, but the hosts only have {len(slots)}. {fix}")
+        raise LaunchError(f"a trial needs {ranks} slots, but the hosts have only {len(slots)}. {fix}")
     return [slots[first : first + ranks] for first in range(0, len(slots) - ranks + 1, ranks)]
 
 
@@ -141,7 +141,7 @@ class Searcher:
             self.console.print("Stopped. Run the same command again to continue the search.")
             return 130
         if given_up := self._failed >= self.study.space.failures:
-            text = f"{self._failed} trials have failed, so the search stops (`failures:` in the file)"
+            text = "The search stops, because too many trials have failed (`failures:` in the search file)."
             self.console.print(text, soft_wrap=True)
         return 1 if given_up or not self.study.best() else 0
 
@@ -238,7 +238,7 @@ class Searcher:
         self._passed_on(one, ended=True)
         if one.stop.exists():
             self.study.tell(trial, "PRUNED")
-            return self._say(one, f"pruned after {len(one.reader.values)} reports")
+            return self._say(one, f"pruned at report {len(one.reader.values)}")
         result, reason = one.reader.result()
         reason = f"exit code {code}" if code else reason
         if not reason:

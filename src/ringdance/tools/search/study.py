@@ -90,7 +90,7 @@ class Study:
             raise LaunchError(f"{journal} {text}. Use --study DIRECTORY for a new study")
         before = self.study.user_attrs.get("command")
         if before and command and before != command and self.trials("COMPLETE", "PRUNED"):
-            text = f"is of another command: it was `{shlex.join(before)}`, and is `{shlex.join(command)}`"
+            text = f"belongs to another command: `{shlex.join(before)}`, not `{shlex.join(command)}`"
             raise LaunchError(f"{self.directory} {text}. Use --study DIRECTORY for a new study")
         if command and before != command:
             self.study.set_user_attr("command", command)
@@ -109,7 +109,7 @@ class Study:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            text = "another `ringdance search` works on this study. Wait for its end, or use another --study"
+            text = "another `ringdance search` is using this study. Wait until it exits, or change --study"
             raise LaunchError(f"{self.directory}: {text}") from None
         journal.with_name(f"{journal.name}.lock").unlink(missing_ok=True)
         if journal.exists() and not (data := journal.read_bytes()).endswith(b"\n"):
@@ -168,10 +168,10 @@ class Study:
 def headline(study: Study) -> str:
     """Summarize a study's progress in one line."""
     counts = [f"{number} {word}" for state, word in STATES.items() if (number := len(study.trials(state)))]
-    best, end = study.best(), ""
-    if best:
-        end = f"; best {study.space.objective.name} {best.value:.6g}, trial {best.number}"
-    return f"{len(study.trials())} trials: {', '.join(counts)}{end}"
+    best = study.best()
+    end = f"; best {study.space.objective.name} {best.value:.6g}, trial {best.number}" if best else ""
+    total = len(study.trials())
+    return f"{total} trial{'s' * (total != 1)}: {', '.join(counts)}{end}"
 
 
 def table(study: Study, *states: str) -> Table:

@@ -33,7 +33,7 @@ from ringdance.launch import subcommands
 from ringdance.launch.parser import counts, number, positive
 from ringdance.launch.remote.shell import add_host_options, hosts_of, ssh_words
 from ringdance.launch.spec import resolve_command
-from ringdance.tools.report.figures import RunMetrics, read_run
+from ringdance.tools.report.metrics import RunMetrics, read_run
 from ringdance.training.tuning.search import order
 
 _EPILOG = """\
@@ -127,13 +127,13 @@ class Trials:
         run = None
         while (code := job.poll()) is None:
             time.sleep(_POLL)
-            run = _figures(directory)
+            run = _metrics(directory)
             if run and _steady(run) >= self.given.seconds:
                 break
             if time.monotonic() > until:
                 return 0.0, f"too few steps within {self.given.limit:g} s (--limit)"
         else:
-            run = None if code else _figures(directory)
+            run = None if code else _metrics(directory)
         if run:
             self.others = max(self.others, *(run.taken(host) for host in run.hosts))
             return run.steps_per_second, ""
@@ -149,9 +149,9 @@ class Trials:
             batch = self.given.global_batch // (trial.ranks * max(1, len(self.hosts)))
             cells = (str(trial.ranks), str(trial.intra), "yes" if trial.bind else "no", str(batch or ""))
             speeds = [speed for speed, _ in results]
-            figures = [f"{speed:.4g}" for speed in (_speed_of(results), min(speeds), max(speeds))]
-            figures = figures if _speed_of(results) else ["failed", "", ""]
-            table.add_row(*cells, *figures, str(len(results)), style="bold" if trial == best else "")
+            shown = [f"{speed:.4g}" for speed in (_speed_of(results), min(speeds), max(speeds))]
+            shown = shown if _speed_of(results) else ["failed", "", ""]
+            table.add_row(*cells, *shown, str(len(results)), style="bold" if trial == best else "")
         return table
 
 
@@ -159,7 +159,7 @@ def _speed_of(results: Sequence[Result]) -> float:
     return median(speed for speed, _ in results)
 
 
-def _figures(directory: Path) -> RunMetrics | None:
+def _metrics(directory: Path) -> RunMetrics | None:
     """Return a trial's metrics, or None if it has not completed any steps yet."""
     try:
         with contextlib.redirect_stderr(io.StringIO()):  # hides warnings about a line still being written
@@ -235,7 +235,7 @@ def _space(given: argparse.Namespace, cores: int, hosts: int) -> dict[str, list[
     fit = [n for n in ranks if batch % (n * hosts) == 0]
     if not fit:
         near = -(-batch // (ranks[0] * hosts)) * ranks[0] * hosts
-        problem = f"--global-batch {batch} cannot be divided among {ranks} ranks on each of {hosts} hosts"
+        problem = f"--global-batch {batch} cannot be divided among {ranks} ranks per host, hosts: {hosts}"
         raise LaunchError(f"{problem}. Use --global-batch {near}")
     if left := [n for n in ranks if n not in fit]:
         print(f"Skipped because they do not divide {batch}: {left} ranks per host.", file=sys.stderr)
@@ -269,7 +269,7 @@ def _threads(given: argparse.Namespace) -> int:
     if not _speed_of(tried[best]):
         return 1
     first = next(setting for setting, results in tried.items() if _speed_of(results))
-    print("Best" if best != first else "Nothing was certainly faster than the first", end="")
+    print("Best" if best != first else "No setting was certainly faster than the first", end="")
     print(f": {best}. Ready to run:\n{shlex.join(['ringdance', *trials.line(best)])}")
     return 0
 

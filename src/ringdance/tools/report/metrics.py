@@ -7,7 +7,7 @@ import json
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
 from statistics import fmean, median
@@ -42,31 +42,34 @@ class Rank:
     rank: int
     host: str
     rows: list[Row]
-    training: list[Row] = field(init=False)
-    steps: int = field(init=False)
-    step_seconds: float = field(init=False)
-    exposed: float = field(init=False)
-    cores: float = field(init=False)
-    gpu: float | None = field(init=False)
+    training: list[Row]
+    steps: int
+    step_seconds: float
+    exposed: float
+    cores: float
+    gpu: float | None
 
-    def __post_init__(self) -> None:
+    @classmethod
+    def of(cls, rows: list[Row]) -> Rank | None:
+        """Return the metrics of the rank that wrote these samples. None if no step was measured."""
         # End at the first sample that includes all steps, because saving and evaluation may follow.
-        last = next(row for row in self.rows if row["steps"] == self.rows[-1]["steps"])
-        stepped = [row for row in self.rows if row["steps"] and row["steps"] < last["steps"]]
+        last = next(row for row in rows if row["steps"] == rows[-1]["steps"])
+        stepped = [row for row in rows if row["steps"] and row["steps"] < last["steps"]]
         # Start after the first step, which often includes compilation. A short run may not have any sample
         # after it.
-        first = stepped[0] if stepped else self.rows[0]
-        self.steps = last["steps"] - first["steps"]
+        first = stepped[0] if stepped else rows[0]
+        steps = last["steps"] - first["steps"]
         seconds = last.get("last_step_time", 0) - first.get("last_step_time", first["time"])
-        if self.steps < 1 or seconds <= 0:
-            raise ValueError(f"rank {self.rank}")
-        self.step_seconds = seconds / self.steps
-        waited = last["exposed_seconds"] - first["exposed_seconds"]
-        self.exposed = min(1.0, max(0.0, waited / seconds))
-        self.cores = (last["cpu_seconds"] - first["cpu_seconds"]) / max(1e-3, last["time"] - first["time"])
-        self.training = self.rows[self.rows.index(first) + 1 : self.rows.index(last) + 1]
-        gpu = [row["gpu_percent"] for row in self.training if "gpu_percent" in row]
-        self.gpu = fmean(gpu) if gpu else None
+        if steps < 1 or seconds <= 0:
+            return None
+        exposed = (last["exposed_seconds"] - first["exposed_seconds"]) / seconds
+        cores = (last["cpu_seconds"] - first["cpu_seconds"]) / max(1e-3, last["time"] - first["time"])
+        training = rows[rows.index(first) + 1 : rows.index(last) + 1]
+        gpu = [row["gpu_percent"] for row in training if "gpu_percent" in row]
+        return cls(
+            last["rank"], last["host"], rows, training, steps, seconds / steps,
+            min(1.0, max(0.0, exposed)), cores, fmean(gpu) if gpu else None,
+        )  # fmt: skip
 
     def rates(self) -> list[tuple[float, float]]:
         """Return pairs of Unix time and steps per second. Short intervals, as at the end, are merged."""
@@ -88,8 +91,6 @@ class RunMetrics:
         seconds: Seconds between the first and the last sample.
         steps_per_second: Steps per second. Every step involves all ranks, so rates are not added up over
             ranks.
-        communication: Share of the time in which even the slowest rank waits.
-        skew: Share of the time in which the other ranks wait for the slowest one.
     """
 
     directory: Path
@@ -114,24 +115,12 @@ class RunMetrics:
 
     @property
     def waiting(self) -> Waiting:
+        """How the ranks wait for exchanges and for each other."""
         return waiting([rank.exposed for rank in self.ranks])
 
     @property
     def slowest(self) -> Rank:
         return self.ranks[self.waiting.slowest]
-
-    @property
-    def others(self) -> list[Rank]:
-        slowest = self.slowest
-        return [rank for rank in self.ranks if rank is not slowest] or self.ranks
-
-    @property
-    def communication(self) -> float:
-        return self.waiting.communication
-
-    @property
-    def skew(self) -> float:
-        return self.waiting.skew
 
     @property
     def gpu(self) -> float | None:
@@ -163,17 +152,15 @@ def _read(file: Path) -> Iterator[Row]:
             known = dict.fromkeys(_GAUGES, 0.0) | row  # gauges are optional
             for key, kind in _FIELDS.items():
                 typed(known, key, kind)
-            yield row
-            continue
         except json.JSONDecodeError:
-            print(f"ringdance report: {file}, line {number} is cut off and skipped", file=sys.stderr)
+            print(f"ringdance report: line {number} of {file} is truncated and is skipped", file=sys.stderr)
             continue
         except NO_FORMAT:
-            pass
-        raise LaunchError(
-            f"{file}, line {number} is not a sample of `ringdance run --output-filename`, {line[:40]!r}. "
-            "Remove this line, or run the job again"
-        )
+            raise LaunchError(
+                f"line {number} of {file} was not written by `ringdance run --output-filename`: "
+                f"{line[:40]!r}. Remove this line, or run the job again"
+            ) from None
+        yield row
 
 
 def read_run(directory: Path) -> RunMetrics:
@@ -194,13 +181,9 @@ def read_run(directory: Path) -> RunMetrics:
     for row in rows:
         last[row["rank"]] = own = processes[row["rank"], row["host"], row["pid"]]
         own.append(row)
-    ranks = []
     # The directory may contain files for other ranks, from hosts that have left or from an earlier run.
-    for rank in sorted(rank for rank in last if rank < rows[-1]["size"]):
-        try:
-            ranks.append(Rank(rank, last[rank][0]["host"], last[rank]))
-        except ValueError:
-            continue
+    known = sorted(rank for rank in last if rank < rows[-1]["size"])
+    ranks = [measured for rank in known if (measured := Rank.of(last[rank]))]
     if not ranks:
         if not any(row["steps"] for row in rows):
             why = "has marked a step. Use DistributedOptimizer, or call hvd.mark_step() after each step"
