@@ -46,7 +46,7 @@ def _files(name: str) -> list[Path]:
     files = [path for path in (*own.glob("*.py"), *own.parent.glob("*.py")) if path.name != "__init__.py"]
     if name not in _SCORED:
         files.remove(own.parent / "score.py")
-    return sorted(files, key=lambda path: (not path.name.startswith("train"), path.name))
+    return sorted(files, key=lambda path: (path.stem.partition("_")[0] != "train", path.name))
 
 
 def _text(path: Path) -> str:
