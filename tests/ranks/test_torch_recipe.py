@@ -273,6 +273,7 @@ def test_photographs_are_scored_as_prepared_ones(
     words = ["score.py", str(photos / "model"), str(new), "--output", str(tmp_path / f"scores{RANK}")]
     monkeypatch.setattr(sys, "argv", words)
     monkeypatch.setattr(score.hvd, "size", lambda: 1)  # each rank separately
+    monkeypatch.setattr(score.hvd, "rank", lambda: 0)
     score.main()
     assert "no image has a label" in capsys.readouterr().err
     lines = [line.split("\t") for line in (tmp_path / f"scores{RANK}").read_text().splitlines()]

@@ -64,7 +64,7 @@ try:
     from torchvision.ops import FrozenBatchNorm2d, MultiScaleRoIAlign
 except (ImportError, RuntimeError) as error:
     raise SystemExit(
-        f"the recipe needs torchvision, in the release for this torch, and faster-coco-eval: {error}. "
+        f"the recipe needs torchvision (built for this torch) and faster-coco-eval: {error}. "
         "Install them with: pip install torchvision faster-coco-eval"
     ) from None
 
@@ -84,7 +84,7 @@ class Batches:
     def set_epoch(self, epoch: int, done: int = 0) -> None:
         """Set the epoch, and the number of its images that have already been used."""
         ratios, size = self.data.ratios, self.preset.batch_size
-        # Equal on all ranks, and after the run was resumed.
+        # The same on all ranks, and in a resumed run.
         self.flips = np.random.RandomState([self.seed, epoch, 1]).random_sample(len(ratios)) < 0.5
         self.plan = EpochSteps(ratios, size, self.seed, epoch, hvd.rank(), hvd.size(), done)
 

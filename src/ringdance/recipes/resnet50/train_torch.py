@@ -114,7 +114,7 @@ def of_torchvision(name: str, classes: int, size: int) -> tuple[nn.Module, Any, 
     try:
         from torchvision import models  # type: ignore[import-not-found,import-untyped,unused-ignore]
     except (ImportError, RuntimeError) as error:
-        raise SystemExit(f"--model {name} needs the torchvision release for this torch: {error}") from None
+        raise SystemExit(f"--model {name} needs a torchvision built for this torch: {error}") from None
     names = models.list_models(module=models)
     if name not in names:
         raise SystemExit(f"--model {name} is not a torchvision classifier. Use one of {', '.join(names)}.")
