@@ -189,10 +189,9 @@ def test_late_ranks_that_nobody_watches(start: Start) -> None:
     assert not warnings_in(output)
 
 
-@pytest.mark.slow  # TensorFlow on two ranks; tests/ranks/test_tensorflow_threads.py checks the message
+@pytest.mark.slow  # TensorFlow on two ranks
 def test_programs_side_by_side_in_one_thread_of_tensorflow(start: Start) -> None:
     """Two programs run in a different order on rank 1, and no TensorFlow thread is left for the other one."""
     code, output = start("mpiexec", 2, POOL, **STALL, RINGDANCE_DEADLOCK_TIME="2")
     assert code != 0
-    assert "all 1 threads in which TensorFlow runs operations wait" in output
-    assert "set_inter_op_parallelism_threads(3)" in output
+    assert "it waits for 'allreduce.a'" in output

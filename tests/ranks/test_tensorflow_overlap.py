@@ -29,7 +29,7 @@ def test_backward_can_wait_for_the_first_exchange(overlap: str, monkeypatch: pyt
     def until_exchanged(dy: Any) -> Any:
         end = time.monotonic() + PATIENCE
         while True:
-            done = [work.done() for work in in_flight.pending()]
+            done = [started.work.done() for started in list(in_flight._started.values())]
             if (done and all(done)) or time.monotonic() > end:
                 exchanged.append(done)
                 return dy
@@ -91,7 +91,7 @@ def test_a_run_that_fails_between_start_and_wait(overlap: str) -> None:
 
     def until_started(dy: Any) -> Any:
         end = time.monotonic() + PATIENCE
-        while not in_flight.pending() and time.monotonic() < end:
+        while not in_flight._started and time.monotonic() < end:
             time.sleep(0.001)
         return dy
 
@@ -122,7 +122,7 @@ def test_a_run_that_fails_between_start_and_wait(overlap: str) -> None:
                 said = "indices" if here else "because of the call on rank 0 on host .*: the run of its graph"
                 with pytest.raises(error, match=said):
                     running.run(gradients, inputs | {index: 7 if here else 0})
-                assert not in_flight.pending()
+                assert not in_flight._started
                 got = running.run(gradients, inputs | {index: 0})
                 np.testing.assert_allclose(got, [np.full(300_000, (SIZE + 1) / 2), np.zeros(300_000)])
     assert not in_flight._leftover

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import subprocess
 import sys
@@ -22,7 +23,8 @@ def test_a_copy_is_complete_and_overwrites_only_if_asked(tmp_path: Path, capsys:
     assert main(["recipes", "copy", "resnet50", str(target)]) == 0
     names = sorted(path.name for path in target.iterdir())
     package = Path(presets.__file__).parent
-    assert names == sorted({"score.py", *(path.name for path in package.glob("*.py"))} - {"__init__.py"})
+    files = {path.name for directory in (package, package.parent) for path in directory.glob("*.py")}
+    assert names == sorted(files - {"__init__.py"})
     (target / "presets.py").write_text("# changed by hand\n")
     capsys.readouterr()
     assert main(["recipes", "copy", "resnet50", str(target)]) == 2
@@ -32,6 +34,29 @@ def test_a_copy_is_complete_and_overwrites_only_if_asked(tmp_path: Path, capsys:
     assert (target / "presets.py").read_text() == "# changed by hand\n"
     assert main(["recipes", "copy", "resnet50", str(target), "--force"]) == 0
     assert (target / "presets.py").read_bytes() == (package / "presets.py").read_bytes()
+
+
+# Public modules, and the names that copies still import from inside Ringdance.
+PUBLIC = {"ringdance.data", "ringdance.errors", "ringdance.keras", "ringdance.numpy", "ringdance.torch"}
+INTERNAL = {
+    "options.py": {"ringdance.launch.parser"}, "models.py": {"ringdance.data.files", "ringdance.host.files"},
+    "score.py": {"ringdance.data.prepare.clean"}, "coco.py": {"ringdance.data.images"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("recipe", ["resnet50", "detection", "deepfm"])
+def test_a_copy_imports_public_modules_and_its_own_files(recipe: str, tmp_path: Path) -> None:
+    assert main(["recipes", "copy", recipe, str(tmp_path)]) == 0
+    own = {path.stem for path in tmp_path.iterdir()}
+    for path in tmp_path.iterdir():
+        nodes = [*ast.walk(ast.parse(path.read_text()))]
+        modules = {str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)}
+        modules |= {name.name for node in nodes if isinstance(node, ast.Import) for name in node.names}
+        inside = {name for name in modules if name.startswith("ringdance")} - PUBLIC
+        assert inside == INTERNAL.get(path.name, set()), path.name
+        package = Path(presets.__file__).parent.with_name(recipe)
+        local = {file.stem for directory in (package, package.parent) for file in directory.glob("*.py")}
+        assert modules & local <= own, path.name
 
 
 def test_a_file_where_the_directory_should_be_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -122,11 +147,11 @@ def test_the_warm_up_begins_above_0(
 
 @pytest.mark.parametrize(("words", "told"), [
     ("--rate nan", "--rate: nan: must be at least 0"),
-    ("--epochs 4 --preset 256", "4 epochs, but 5 of warm-up. Change --epochs or --warmup-epochs"),
+    ("--epochs 4 --preset 256", "warm-up takes 5 epochs, but training only 4. Change --epochs or"),
     ("--label-smoothing 1", "--label-smoothing: 1: must be at least 0 and less than 1"),
     ("--lr 1", "unrecognized arguments: --lr"),
     ("--width 8 --model resnet18", "Omit it or --model"),
-    ("--evaluate", "--evaluate: give either --checkpoints DIR or --weights FILE"),
+    ("--evaluate", "--evaluate needs either --checkpoints DIR or --weights FILE"),
 ])
 def test_what_cannot_be_done_is_refused(
     words: str, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

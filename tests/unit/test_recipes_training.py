@@ -72,13 +72,13 @@ def test_an_export_replaces_nothing_else(tmp_path: Path) -> None:
     page, model = tmp_path / "page", tmp_path / "model"
     page.mkdir()
     (page / "model.json").write_text("{}")  # for example, written by TensorFlow.js
-    with pytest.raises(SystemExit, match="other contents"):
+    with pytest.raises(SystemExit, match="contains other files"):
         begin(Model(), page)
     assert (page / "model.json").exists()
     begin(Model(), model).close({})
     begin(Model(), model).close({})
     (model / "scores.tsv").write_text("1\n")
-    with pytest.raises(SystemExit, match=r"other contents, such as scores\.tsv"):
+    with pytest.raises(SystemExit, match=r"contains other files, such as scores\.tsv"):
         begin(Model(), model)
     assert (model / "scores.tsv").exists()
 
@@ -108,7 +108,7 @@ def test_a_model_stays_if_it_cannot_be_renamed(tmp_path: Path, monkeypatch: pyte
 def test_what_is_written_there_while_it_is_trained_stays(tmp_path: Path) -> None:
     run = begin(Model(), tmp_path / "model", board=str(tmp_path / "model" / "board"))
     (tmp_path / "model" / "mine").mkdir(parents=True, exist_ok=True)
-    with pytest.raises(SystemExit, match=r"other contents, such as \w+\. The model is in .*/\.model\.part"):
+    with pytest.raises(SystemExit, match=r"other files, such as \w+\. The model is in .*/\.model\.part"):
         run.close({})
     assert (tmp_path / "model" / "mine").exists()
     assert (tmp_path / ".model.partial" / "weights").exists()
@@ -180,7 +180,7 @@ def test_the_cost_is_that_of_the_time_so_far(tmp_path: Path, capsys: pytest.Capt
 def test_a_score_that_is_not_a_number_ends_the_training_with_a_checkpoint(tmp_path: Path) -> None:
     run = begin(Model(np.nan), tmp_path / "model", tmp_path / "kept")
     run.at.step = 3
-    with pytest.raises(SystemExit, match=r"The top1 of validation is nan after step 3\. No model"):
+    with pytest.raises(SystemExit, match=r"The top1 of validation is nan after step 3, so no model"):
         run.evaluate()
     assert not (tmp_path / "model").exists()
     with contextlib.closing(hvd.Checkpoints(tmp_path / "kept")) as kept:
@@ -319,7 +319,7 @@ def test_a_damaged_export_is_named_before_it_is_loaded(tmp_path: Path) -> None:
     for name in ("weights", "model.json"):
         (model / name).unlink()
         os.mkfifo(model / name)
-        with pytest.raises(ArgumentError, match=f"model/{name} is not a regular file"):
+        with pytest.raises(ArgumentError, match=f"model/{name} is missing, or is not a regular file"):
             models.whole_model(model)
 
 

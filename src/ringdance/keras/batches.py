@@ -42,13 +42,14 @@ class _Epochs(keras.callbacks.Callback):  # type: ignore[misc]
         self._loader.set_epoch(epoch + 1)
 
 
-class _Measurement(_Epochs):
+class _Measurement(keras.callbacks.Callback):  # type: ignore[misc]
     """Measures for ``ringdance bench input``: ``fit`` may read in a thread, but steps end in the main one."""
 
     steps = 1 << 30  # In the only epoch.
 
     def __init__(self, loader: WatchedLoader) -> None:
-        super().__init__(loader)
+        super().__init__()
+        self._loader = loader
         self._sizes: deque[int] = deque()  # Sizes of the batches that were read but not yet trained with.
 
     def batches(self) -> Iterator[Any]:
@@ -66,9 +67,6 @@ class _Measurement(_Epochs):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self._loader.count(self._sizes.popleft())
-
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        pass
 
 
 class BatchSequence(_Sequence):  # type: ignore[misc]
@@ -114,7 +112,7 @@ class BatchSequence(_Sequence):  # type: ignore[misc]
         if index != self._next:
             raise ArgumentError(
                 f"Batch {index} was requested, but batch {self._next} is next. Pass shuffle=False to fit(): "
-                "the loader shuffles."
+                "the loader itself shuffles."
             )
         self._next += 1
         batch = next(self._batches)
@@ -133,7 +131,7 @@ class _Ahead:
 
     def __iter__(self) -> Iterator[Any]:
         if getattr(self._data, "use_multiprocessing", False):
-            raise ArgumentError("A PyDataset with use_multiprocessing=True cannot be measured: remove it.")
+            raise ArgumentError("A PyDataset with use_multiprocessing=True cannot be measured. Omit this.")
         with ThreadPoolExecutor(max(1, getattr(self._data, "workers", 1))) as pool:
             ahead = deque[Future[Any]]()
             for index in range(len(self._data)):

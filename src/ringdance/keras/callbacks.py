@@ -183,7 +183,7 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):  # type: ignore[misc
 
     def _save_model(self, epoch: int, batch: Any, logs: Any) -> None:
         if self.filepath is None:
-            raise ArgumentError("BestModelCheckpoint has no filepath: set it.")
+            raise ArgumentError("BestModelCheckpoint needs a path: set its attribute filepath.")
         if session.engine().rank == 0:
             super()._save_model(epoch, batch, logs)
 
@@ -235,7 +235,8 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
         self.steps_per_epoch = (self.params or {}).get("steps")
         if not self.steps_per_epoch:
             raise ArgumentError(
-                f"{type(self).__name__} needs steps_per_epoch with staircase=False: fit() does not know it."
+                f"{type(self).__name__} with staircase=False needs steps_per_epoch, because fit() does not "
+                "know the number of steps."
             )
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:

@@ -55,7 +55,7 @@ class KerasState(VariablesState):
 
     def __init__(self, model: Any, optimizer: Any = None, **kwargs: Any) -> None:
         if not model.built:
-            raise ArgumentError("KerasState needs a model that has its weights. Call model.build(shape).")
+            raise ArgumentError("KerasState needs a model that has weights. Call model.build(shape) first.")
         self.model = model
         self.optimizer = optimizer if optimizer is not None else getattr(model, "optimizer", None)
         is_complete(model, self.optimizer)  # The state includes an optimizer's momentum from the start.

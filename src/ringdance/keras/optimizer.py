@@ -23,7 +23,7 @@ from ringdance.settings import level_of_caller
 from ringdance.training import session
 from ringdance.training.checks import pick_operation
 from ringdance.training.exports import Average
-from ringdance.training.gradients.options import check_passes
+from ringdance.training.gradients.options import check_passes, listed_layers
 from ringdance.training.process_sets import ProcessSet, global_process_set
 
 hooks: Any = importlib.import_module(f"ringdance.keras.keras{2 if KERAS2 else 3}")
@@ -45,8 +45,8 @@ def DistributedOptimizer(
         optimizer: Any optimizer of the Keras in use, including a ``LossScaleOptimizer`` and Keras 2's legacy
             optimizers.
         name: Name of the exchanges, the same on all ranks.
-        device_dense: Device for dense gradients. Has an effect only on TensorFlow.
-        device_sparse: Device for sparse gradients. Has an effect only on TensorFlow.
+        device_dense: Device on which dense gradients enter the exchange (TensorFlow only).
+        device_sparse: Device on which sparse gradients enter the exchange (TensorFlow only).
         compression: ``Compression.fp16`` or ``.bf16`` halves the bytes of float32 gradients.
         sparse_as_dense: Reduce ``tf.IndexedSlices`` as dense gradients.
         gradient_predivide_factor: Divides gradients before the sum, undone after it (Average only).
@@ -63,35 +63,29 @@ def DistributedOptimizer(
     Raises:
         ArgumentError: An argument is wrong.
     """
-    operation = _checked_operation(optimizer, op)
-    check_passes(backward_passes_per_step)
-    binding()  # Raises an error if this backend has no binding.
-    session.engine()
-    reducing = hooks.unwrapped(optimizer)
-    name = name or f"Distributed{type(reducing).__name__}"
+    operation = _checked_operation(optimizer, op, backward_passes_per_step)
+    name = name or f"Distributed{type(hooks.unwrapped(optimizer)).__name__}"
     attributes = {
         "_reduction": GradientReduction(
             name, operation, gradient_predivide_factor, compression, sparse_as_dense, process_set,
             device_dense=device_dense, device_sparse=device_sparse, groups=groups or num_groups,
         ),
-        "_scale_local": scale_local_gradients,
         "_options": {
             "name": name, "op": int(operation), "gradient_predivide_factor": gradient_predivide_factor,
             "sparse_as_dense": sparse_as_dense, "scale_local_gradients": scale_local_gradients,
             "backward_passes_per_step": backward_passes_per_step,
             "average_aggregated_gradients": average_aggregated_gradients,
         },
-        **hooks.pass_options(reducing, backward_passes_per_step, average_aggregated_gradients),
+        **hooks.pass_options(optimizer, backward_passes_per_step, average_aggregated_gradients),
     }
-    hooks.adapt()
-    object.__setattr__(reducing, "__class__", _subclass(type(reducing), attributes))
-    if reducing is not optimizer:
-        object.__setattr__(optimizer, "register_local_var", reducing.register_local_var)
-    return optimizer
+    return _distributed(optimizer, attributes)
 
 
-def _checked_operation(optimizer: Any, op: int) -> ReduceOp:
-    """Return the operation. Raises ArgumentError if it or the optimizer is not supported."""
+def _checked_operation(optimizer: Any, op: int, passes: int) -> ReduceOp:
+    """Return the operation. Raises ArgumentError if an argument or Keras's backend is not supported."""
+    check_passes(passes)
+    binding()
+    session.engine()
     operation = pick_operation(None, op)
     if operation not in (ReduceOp.AVERAGE, ReduceOp.SUM):
         raise ArgumentError(f"op must be Average or Sum, not {operation.name.title()}.")
@@ -123,12 +117,7 @@ def PartialDistributedOptimizer(
     scale_local_gradients: bool = True,
 ) -> Any:
     """Return a DistributedOptimizer that keeps the gradients of ``local_layers`` (one or several) local."""
-    if local_layers is None:
-        local_layers = []
-    layers = list(local_layers) if isinstance(local_layers, (list, tuple, set)) else [local_layers]
-    wrong_types = [type(layer).__name__ for layer in layers if not isinstance(layer, keras.layers.Layer)]
-    if wrong_types:
-        raise ArgumentError(f"local_layers must be Keras layers, got {', '.join(wrong_types)}.")
+    layers = listed_layers(local_layers, keras.layers.Layer)
     optimizer = DistributedOptimizer(
         optimizer, name, device_dense, device_sparse, compression, sparse_as_dense,
         gradient_predivide_factor, op, backward_passes_per_step, average_aggregated_gradients, 0, groups,
@@ -138,13 +127,19 @@ def PartialDistributedOptimizer(
     return optimizer
 
 
-def _subclass(base: type, attributes: dict[str, Any]) -> type:
-    """Return a distributed subclass that Keras saves as ``base``."""
+def _distributed(optimizer: Any, attributes: dict[str, Any]) -> Any:
+    """Replace an optimizer's class by a distributed subclass that Keras saves as the class. Return it."""
+    hooks.adapt()
+    reducing = hooks.unwrapped(optimizer)
+    base = type(reducing)
     subclass = type(base.__name__, (hooks.front(base), base), {**attributes, **hooks.class_options(base)})
     registered = keras.saving.get_registered_name(base)
     if subclass.__module__ != "keras.optimizers" and registered != base.__name__:
         _private.register_as(subclass, registered)
-    return subclass
+    object.__setattr__(reducing, "__class__", subclass)
+    if reducing is not optimizer:
+        object.__setattr__(optimizer, "register_local_var", reducing.register_local_var)
+    return optimizer
 
 
 def load_model(
@@ -161,7 +156,7 @@ def load_model(
         custom_optimizers: Optimizer classes that are not part of Keras.
         custom_objects: Other custom classes and functions, by name.
         compression: Compression, as in DistributedOptimizer.
-        legacy_opts: Accepted and ignored. Keras 2 itself saves whether its optimizer is a legacy one.
+        legacy_opts: Accepted and ignored. Keras 2 saves the class of a legacy optimizer itself.
 
     Raises:
         ArgumentError: The optimizer had local variables or a process set.

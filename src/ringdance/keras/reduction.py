@@ -32,7 +32,7 @@ def binding() -> Any:
     """
     name = keras.backend.backend()
     if name not in BACKENDS:
-        raise ArgumentError(f"Keras runs on {name!r}, but Ringdance has bindings for {', '.join(BACKENDS)}.")
+        raise ArgumentError(f"Keras uses the backend {name!r}. Ringdance supports {', '.join(BACKENDS)}.")
     return importlib.import_module(f"ringdance.{name}")
 
 
@@ -135,7 +135,6 @@ class Distributed:
     """
 
     _reduction: GradientReduction
-    _scale_local: bool
     # Factor for reduced gradients. Turns Keras's mean over several passes into a sum.
     _factor: float = 1.0
     _options: dict[str, Any]  # Options passed to DistributedOptimizer.
@@ -186,7 +185,8 @@ class Distributed:
     def _reduce_all(self, gradients: list[Any], variables: Sequence[Any]) -> list[Any]:
         ids = self._local_ids()
         # An average over n ranks is n times smaller than the sum. Scale a local gradient in the same way.
-        share = 1 / (self._reduction.process_set.size() or 1) if self._scale_local else 1.0
+        scales = self._options["scale_local_gradients"]
+        share = 1 / (self._reduction.process_set.size() or 1) if scales else 1.0
         return reduce_shared(
             self._reduction, gradients, variables, lambda variable: not ids.isdisjoint(forms(variable)),
             self._factor * share, self._factor,

@@ -1,4 +1,4 @@
-"""The variables of a model and its optimizers, and whether all of them have been created."""
+"""The variables of a model and its optimizers. They may not have been created yet."""
 
 from __future__ import annotations
 

@@ -15,8 +15,10 @@ import numpy as np
 
 import ringdance.numpy as hvd
 from ringdance.data.files import file_crc32, why_not
-from ringdance.errors import ArgumentError, LaunchError
-from ringdance.host.files import NO_FORMAT, check_regular, read_regular, whole_text
+from ringdance.errors import ArgumentError
+from ringdance.host.files import whole_text
+
+_NOT_A_FILE = "is missing, or is not a regular file"
 
 
 def export(
@@ -99,7 +101,7 @@ def wrong_target(given: argparse.Namespace) -> str:
         return ""
     target = Path(given.export).resolve()
     if given.checkpoints and target in (kept := Path(given.checkpoints).resolve(), *kept.parents):
-        return f"--export {given.export}: --checkpoints {given.checkpoints} is there. Use another directory"
+        return f"--export {given.export} would replace --checkpoints {given.checkpoints}. Use another path"
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         existing = {path.name for path in target.iterdir()} if target.exists() else set()
@@ -107,15 +109,15 @@ def wrong_target(given: argparse.Namespace) -> str:
             own = (name.partition("/")[0] for name in about_model(target)["checksums"])
             existing -= {"model.json", *own}
         if existing:
-            return f"--export {given.export} has other contents, such as {min(existing)}"
+            return f"--export {given.export} contains other files, such as {min(existing)}"
         if os.path.ismount(target):
-            return f"--export {given.export}: a file system is mounted there. Use a directory in it"
+            return f"--export {given.export} is a mount point. Use a directory in it"
         if not os.access(target.parent, os.W_OK):
             return f"--export {given.export}: {target.parent} is not writable"
     except OSError as error:
         return f"--export {given.export}: {error.strerror}: {error.filename}"
     except ArgumentError as error:
-        return f"--export {given.export} has other contents: {error}"
+        return f"--export {given.export} contains other files: {error}"
     return ""
 
 
@@ -124,15 +126,16 @@ def about_model(model: Path) -> dict[str, Any]:
 
     Raises:
         ArgumentError: The file is missing or damaged.
+        OSError: The file cannot be read.
     """
     file = model / "model.json"
+    if not file.is_file():
+        raise ArgumentError(f"{model} is not an exported model: {file} {_NOT_A_FILE}")
     try:
-        about: dict[str, Any] = json.loads(read_regular(file))
+        about: dict[str, Any] = json.loads(file.read_bytes())
         if about["framework"] and isinstance(about["checksums"], dict):
             return about
-    except LaunchError as error:
-        raise ArgumentError(f"{model} is not an exported model: {error}") from None
-    except NO_FORMAT:
+    except (ValueError, KeyError, TypeError, RecursionError):
         pass
     raise ArgumentError(f"{file} is damaged, or does not belong to an exported model")
 
@@ -142,15 +145,13 @@ def whole_model(model: Path) -> dict[str, Any]:
 
     Raises:
         ArgumentError: ``model.json`` or one of these files is missing or damaged.
+        OSError: One of them cannot be read.
     """
     about = about_model(model)
     for name, checksum in about["checksums"].items():
-        try:
-            check_regular(model / name)
-            actual = file_crc32(model / name)
-        except (LaunchError, OSError) as error:
-            raise ArgumentError(f"{model / name}: {getattr(error, 'strerror', None) or error}") from None
-        if actual != checksum:
+        if not (model / name).is_file():
+            raise ArgumentError(f"{model / name} {_NOT_A_FILE}")
+        if file_crc32(model / name) != checksum:
             raise ArgumentError(f"{model / name} is damaged: its checksum does not match")
     return about
 
@@ -171,8 +172,8 @@ def scores_of(found: dict[str, float]) -> str:
     """Format the metrics of ``BinaryScores``, with the standard error of the AUC."""
     rows = f"{found['count']:,} rows"
     if np.isnan(found["auc"]):
-        kind = "is 1" if found["positives"] else "is 0"
-        return f"log-loss {found['logloss']:.5f} of {rows}; no AUC, because each label {kind}"
+        label = 1 if found["positives"] else 0
+        return f"log-loss {found['logloss']:.5f} of {rows}; AUC is undefined, because all labels are {label}"
     return (
         f"AUC {found['auc']:.5f} +/- {found['auc_error']:.5f}, log-loss {found['logloss']:.5f}, calibration "
         f"{found['calibration']:.4f} of {rows}"

@@ -24,17 +24,17 @@ class Options(Parser):
     def add_shared(self, keep: int, log_every: int) -> None:
         """Add the options that ``Training`` reads, with the given defaults for two of them."""
         add = self.add_argument
-        text = "stop after N steps of this run, with a checkpoint"
-        add("--steps", type=count, metavar="N", help=text)
-        add("--time-limit", type=amount, metavar="S", help="stop after S seconds of this run, likewise")
+        limit = "write a checkpoint and stop after {} of this run"
+        add("--steps", type=count, metavar="N", help=limit.format("N steps"))
+        add("--time-limit", type=amount, metavar="S", help=limit.format("S seconds"))
         add("--seed", type=number(int, 0), default=0)
         text = "write checkpoints to DIR, also after each epoch; resume from the newest; keep the best model"
         add("--checkpoints", metavar="DIR", help=text)
         add("--checkpoint-every", type=count, default=1000, metavar="STEPS", help="default: 1000")
         add("--keep", type=count, default=keep, metavar="N", help=f"checkpoints to keep; default: {keep}")
-        add("--export", metavar="MODEL", help="export the best model (without --checkpoints: the last)")
+        add("--export", metavar="MODEL", help="export the best model (without --checkpoints, the last one)")
         add("--log-every", type=count, default=log_every, metavar="STEPS", help=f"default: {log_every}")
-        text = "price of all machines together per hour: print the cost so far"
+        text = "price per hour of all machines together; prints the cost so far"
         add("--price-per-hour", type=amount, metavar="P", help=text)
         add("--tensorboard", metavar="DIR", help="write losses, rate, speed and evaluations to DIR")
 
@@ -43,18 +43,18 @@ class Options(Parser):
         add = self.add_argument
         names = f"default: 8xV100; {', '.join(presets)}"
         add("--preset", default="8xV100", choices=presets, metavar="NAME", help=names)
-        add("--epochs", type=count, metavar="N", help="length of the schedule")
-        text = "images for each rank and pass; the rate is scaled in proportion"
+        add("--epochs", type=count, metavar="N", help="length of the schedule, in epochs")
+        text = "images per rank and pass; the learning rate is scaled in proportion"
         add("--batch-size", type=count, metavar="N", help=text)
         add("--optimizer", choices=optimizers)
-        text = "peak learning rate for the whole batch, not scaled further"
+        text = "peak learning rate for the global batch, not scaled further"
         add("--rate", type=amount, metavar="R", help=text)
         add("--precision", choices=("float32", "float16", "bfloat16"))
-        text = "threads that decode images; default: the cores of each rank"
+        text = "threads that decode images on each rank; default: the rank's share of the cores"
         add("--threads", type=count, metavar="N", help=text)
-        text = "evaluate at this interval and after the last epoch (default: 1); 0: never"
+        text = "evaluate every EPOCHS epochs and after the last one; 0: never; default: 1"
         add("--evaluate-every", type=int, default=1, metavar="EPOCHS", help=text)
-        text = "only evaluate: the best model of --checkpoints, otherwise its newest, or --weights"
+        text = "only evaluate the best model in --checkpoints, or the newest if none is best, or --weights"
         add("--evaluate", action="store_true", help=text)
         add("--sample-log", metavar="DIR", help="log in DIR which images each rank used in each step")
         self.add_shared(keep=3, log_every=20)
@@ -63,7 +63,7 @@ class Options(Parser):
         """Read the command line of an image recipe, which has ``--weights``."""
         given = self.parse_args()
         if given.evaluate and bool(given.checkpoints) == bool(given.weights):
-            self.error("--evaluate: give either --checkpoints DIR or --weights FILE")
+            self.error("--evaluate needs either --checkpoints DIR or --weights FILE")
         return given
 
     def error(self, message: str) -> NoReturn:

@@ -88,18 +88,19 @@ class ProgressTable:
         *means, late = hvd.allreduce(local, name="figures").tolist()
         if not np.isfinite(means[0]):
             raise SystemExit(diverged(f"The loss is {means[0]} at", step))
+        by_title = dict(zip(figures, means, strict=True))
         elapsed = time.perf_counter() - self._mark
         speed, waiting = self._counted / elapsed, self._waited / elapsed
-        if self._titles != (titles := tuple(figures)):
-            self._titles = titles
-            named = "".join(f"{title:>9}" for title in titles)
+        if self._titles != tuple(by_title):
+            self._titles = tuple(by_title)
+            named = "".join(f"{title:>9}" for title in by_title)
             self.print(
                 f"{'epoch':>8} {'step':>8} {'rate':>9}{named} {self._unit + '/s':>10} {'per rank':>9} "
                 f"{'input':>6} {'time':>9} {'left':>9} {'cost':>9}"
             )
         shown = "".join(
             f"{mean:9.2%}" if title.startswith("top") else f"{mean:9.5f}"
-            for title, mean in zip(titles, means, strict=True)
+            for title, mean in by_title.items()
         )
         left = clock((self._samples * self._epochs - done) / speed)
         self.print(
@@ -107,9 +108,8 @@ class ProgressTable:
             f"{speed / hvd.size():9,.1f} {waiting:6.1%} {clock(self.seconds()):>9} {left:>9} "
             f"{self.cost():>9}"
         )
-        means_by_title = dict(zip(titles, means, strict=True))
         speeds = {"rate": rate, "waiting_for_input": waiting, f"{self._unit}_per_second": speed}
-        self.scalars(step, speeds | means_by_title)
+        self.scalars(step, speeds | by_title)
         return late > 0
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
@@ -128,8 +128,8 @@ class ProgressTable:
 def diverged(what: str, step: int) -> str:
     """Return the error message for a run that has diverged."""
     return (
-        f"{what} step {step}: training has diverged, and stops without another checkpoint. Try a smaller "
-        "rate, or a longer warm-up."
+        f"{what} step {step}: training has diverged. It stops without writing another checkpoint. Try a "
+        "lower learning rate or a longer warm-up."
     )
 
 

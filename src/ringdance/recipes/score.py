@@ -32,11 +32,10 @@ import numpy as np
 
 import ringdance.numpy as hvd
 from ringdance.data import Dataset, Loader, Table, TableLoader
-from ringdance.data.files import needed
 from ringdance.data.prepare.clean import BrokenImage, clean
-from ringdance.errors import ArgumentError
-from ringdance.launch.parser import Parser
+from ringdance.errors import ArgumentError, optional
 from ringdance.recipes.models import scores_of, text_file, whole_model
+from ringdance.recipes.options import Options
 
 Array = np.ndarray[Any, Any]
 ENDINGS = (".jpeg", ".jpg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
@@ -77,7 +76,7 @@ def score_rows(given: argparse.Namespace, about: dict[str, Any]) -> int:
     """Score click-log rows, and print metrics if they have labels. Returns 0."""
     data = Table.open(given.data, given.split, table_size=about["table_size"])
     if data.fields != about["fields"]:
-        raise ArgumentError(f"{given.data} has {data.fields} fields, but {given.model} has {about['fields']}")
+        raise ArgumentError(f"{given.data} has {data.fields} fields, {given.model} needs {about['fields']}")
     layers, table = program_of(given.model, about), np.load(given.model / "table.npy", mmap_mode="r")[0]
     metrics, began = hvd.BinaryScores(), time.perf_counter()
     with text_file(given.output) as output:
@@ -103,6 +102,7 @@ class Photographs:
         self.rows["label"] = [labels.get(path.parent.name, -1) for path in self.paths]
         self.names = [str(path.relative_to(directory)) for path in self.paths]
         self.broken: dict[int, str] = {}  # errors of broken images, by number
+        self._black: bytes = optional("simplejpeg", ArgumentError).encode_jpeg(np.zeros((8, 8, 3), np.uint8))
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -116,7 +116,7 @@ class Photographs:
             return clean(self.paths[number].read_bytes()).image
         except (BrokenImage, OSError) as error:
             self.broken[number] = f"{self.paths[number]}: {getattr(error, 'strerror', None) or error}"
-            return needed("simplejpeg").encode_jpeg(np.zeros((8, 8, 3), np.uint8))
+            return self._black
 
 
 def images_of(given: argparse.Namespace, classes: list[str]) -> Any:
@@ -154,11 +154,11 @@ def score_images(given: argparse.Namespace, about: dict[str, Any]) -> int:
                 print(name, classes[label] if label >= 0 else "-", *map("{:.6g}".format, row),
                       sep="\t", file=output)  # fmt: skip
     result, seconds = metrics.result(), time.perf_counter() - began
-    told = [f"top-{name[3:]} {share:.2%}" for name, share in result.items() if name.startswith("top")]
-    of = f"{', '.join(told)} of {result['count']:,} with a label" if result["count"] else "none has a label"
-    print(f"{len(data) - len(broken):,} images in {seconds:.1f} s: {of}", file=sys.stderr)
+    tops = ", ".join(f"top-{name[3:]} {share:.2%}" for name, share in result.items() if name != "count")
+    shown = f"{tops} of {result['count']:,} with a label" if result["count"] else "no image has a label"
+    print(f"{len(data) - len(broken):,} images in {seconds:.1f} s: {shown}", file=sys.stderr)
     for _, why in sorted(broken.items()):
-        print(f"left out: {why}", file=sys.stderr)
+        print(f"skipped: {why}", file=sys.stderr)
     return len(broken)
 
 
@@ -168,7 +168,7 @@ def main() -> None:
     Raises:
         SystemExit: With exit code 2 after an error, or 3 if samples were skipped.
     """
-    parser = Parser(description=__doc__)
+    parser = Options(description=__doc__)
     add = parser.add_argument
     add("model", type=Path, metavar="MODEL", help="a directory that --export has written")
     add("data", type=Path, metavar="DATA", help="prepared data, a file of rows, or one or more photographs")
@@ -182,7 +182,7 @@ def main() -> None:
             raise ArgumentError(f"{sys.argv[0]} runs as one process. Start it without `ringdance run`.")
         about = whole_model(given.model)
         if not {"table_size", "classes"} & about.keys():
-            raise ArgumentError(f"{given.model} is a model of another recipe")
+            raise ArgumentError(f"{given.model} is a model that score.py cannot run")
         left_out = (score_rows if "table_size" in about else score_images)(given, about)
     except (ArgumentError, OSError) as error:
         parser.error(str(error))

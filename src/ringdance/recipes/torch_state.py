@@ -1,16 +1,22 @@
-"""Convert the state of a PyTorch training run to and from the named arrays in the recipes' checkpoints."""
+"""PyTorch code that the recipes share: mixed precision, weights, and the arrays in their checkpoints."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from ringdance.host.files import check_regular
-
 Array = np.ndarray[Any, Any]
+
+
+def autocast(device: torch.device, precision: str) -> AbstractContextManager[Any]:
+    """Return an autocast context, which uses 16-bit convolutions if the precision is 16-bit."""
+    dtype = torch.float16 if precision == "float16" else torch.bfloat16
+    return torch.autocast(device.type, dtype, enabled=precision != "float32")
 
 
 def load_weights(model: torch.nn.Module, file: str, is_head: Callable[[str], bool]) -> list[str]:
@@ -30,7 +36,8 @@ def load_weights(model: torch.nn.Module, file: str, is_head: Callable[[str], boo
         ValueError: The file belongs to another model, or does not contain a state dict.
     """
     try:
-        check_regular(file)
+        if Path(file).is_fifo():
+            raise ValueError  # reading might never end
         saved, own = torch.load(file, map_location="cpu", weights_only=True), model.state_dict()
         saved = next((saved[name] for name in ("model", "state_dict") if name in saved), saved)
         fits = {name: one for name, one in saved.items() if name in own and one.shape == own[name].shape}

@@ -33,7 +33,7 @@ from ringdance.recipes.models import export, wrong_target
 from ringdance.recipes.progress import ProgressTable, clock, diverged
 
 Array = np.ndarray[Any, Any]
-TRAINED_ON = "train (the data has no other split: these are not validation figures)"
+TRAINED_ON = "train (the data has no other split: these are not validation metrics)"
 """Name of what is evaluated if the data has only the split that is trained on."""
 
 
@@ -169,7 +169,7 @@ class Training:
                 raise ValueError(f"the array {min(odd)} is missing or unexpected")
         except Exception as error:  # NumPy raises many different exceptions for damaged files
             raise SystemExit(
-                f"{where} is damaged or not a checkpoint: {error}. Remove it to use the previous one."
+                f"{where} is damaged or not a checkpoint: {error}. Remove it to use the previous checkpoint."
             ) from None
         other = [
             f"{name} was {made.get(name)}, now {value}"
@@ -197,7 +197,7 @@ class Training:
         given = self.given
         if not self.resume(best=given.evaluate):
             if given.evaluate and given.checkpoints:
-                raise SystemExit(f"--evaluate: {given.checkpoints} does not have a checkpoint")
+                raise SystemExit(f"--evaluate: {given.checkpoints} contains no checkpoint")
             begin()
         if given.evaluate:
             self.best = None
@@ -230,8 +230,8 @@ class Training:
         patience = 0 < self.patience <= at.worse
         over = at.epoch >= self.epochs or patience
         if over:
-            why = f"{at.worse} evaluations were no better" if patience else f"{at.epoch} epochs are done"
-            self.print(f"nothing is left to do after step {at.step}: {why}")
+            why = f"{at.worse} evaluations were not better" if patience else f"all {at.epoch} epochs are done"
+            self.print(f"nothing left to do after step {at.step}: {why}")
         elif at.step:
             self.print(
                 f"continuing after step {at.step}: epoch {at.epoch}, {at.done:,} of its {self.unit} are done"
@@ -255,7 +255,7 @@ class Training:
                     over = self._after(True, False, due)
         if last and at.step < last and at.epoch >= self.epochs:
             self.print(
-                f"ended before --steps: {self.epochs:g} epochs have no more {self.unit}; --epochs N for more"
+                f"stopped before --steps: all {self.epochs:g} epochs are done. To train longer, use --epochs"
             )
 
     def _after(
@@ -282,8 +282,9 @@ class Training:
             self.save(self.files)
             self._close_files()
             raise SystemExit(
-                f"The {self.score} of {self.split} is {metrics[self.score]} after step {at.step}. No model "
-                "is kept as the best or exported. Do all samples have the same label, or none? Use others."
+                f"The {self.score} of {self.split} is {metrics[self.score]} after step {at.step}, so no "
+                "model is kept as the best or exported. Check the labels: all samples may have the same "
+                "label, or none may have a label."
             )
         if self.best is None:
             return False
@@ -295,7 +296,7 @@ class Training:
             return False
         at.worse += at.step > self.kept.step  # up to kept.step, an earlier run improved later
         if self.patience and at.worse >= self.patience:
-            self.print(f"ended: no better {self.score} than {at.best:.5f} in {at.worse} evaluations")
+            self.print(f"stopped early: {self.score} was not above {at.best:.5f} in {at.worse} evaluations")
             return True
         return False
 

@@ -288,8 +288,7 @@ def _call_gradient(op: Any, *gradients: Tensor) -> list[Tensor]:
 
 
 def _call_of(op: Any) -> Call:
-    text = op.get_attr("text")
-    return kernels.call_of(text.decode() if isinstance(text, bytes) else text)
+    return kernels.call_of(op.get_attr("text").decode())
 
 
 def _backward(call: Call, op: Any, gradients: list[Tensor]) -> list[Tensor]:

@@ -13,6 +13,7 @@ from ringdance.tensorflow.compression import Compression
 from ringdance.tensorflow.exchange import plain
 from ringdance.tensorflow.gradients import GradientReducer, groups_of
 from ringdance.training.exports import Average
+from ringdance.training.gradients.options import listed_layers
 from ringdance.training.process_sets import ProcessSet, global_process_set
 
 
@@ -119,16 +120,12 @@ def PartialDistributedGradientTape(
     Raises:
         ArgumentError: An element of ``local_layers`` is not a Keras layer.
     """
-    layers = [] if local_layers is None else local_layers
-    if isinstance(layers, tf.keras.layers.Layer) or not isinstance(layers, Iterable):
-        layers = [layers]
+    layers = listed_layers(local_layers, tf.keras.layers.Layer)
     tape = DistributedGradientTape(
         gradtape, device_dense, device_sparse, compression, sparse_as_dense, op, gradient_predivide_factor,
         num_groups, groups, process_set, scale_local_gradients,
     )
     for layer in layers:
-        if not isinstance(layer, tf.keras.layers.Layer):
-            raise ArgumentError(f"local_layers must be Keras layers, got {layer!r}.")
         for weight in layer.trainable_weights:
             tape.register_local_source(weight)
     return tape

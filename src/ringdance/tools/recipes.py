@@ -41,10 +41,21 @@ def _directory(name: str) -> Path:
 
 
 def _files(name: str) -> list[Path]:
-    """Return a recipe's files. Scripts that are run directly come first."""
-    files = [path for path in _directory(name).glob("*.py") if path.name != "__init__.py"]
-    files += [_directory(name).parent / "score.py"] if name in _SCORED else []
-    return sorted(files, key=lambda path: (not path.name.startswith("train"), path.name))
+    """Return a recipe's files and the modules that recipes share. Training scripts come first."""
+    own = _directory(name)
+    files = [path for path in (*own.glob("*.py"), *own.parent.glob("*.py")) if path.name != "__init__.py"]
+    if name not in _SCORED:
+        files.remove(own.parent / "score.py")
+    return sorted(files, key=lambda path: (path.stem.partition("_")[0] != "train", path.name))
+
+
+def _text(path: Path) -> str:
+    """Return a file's text for a copy, which imports shared modules from its own directory.
+
+    Otherwise the copy would fail if a later version of Ringdance moved or changed these modules.
+    """
+    text = path.read_text(encoding="utf-8").replace("from ringdance.recipes import ", "import ")
+    return text.replace("from ringdance.recipes.", "from ")
 
 
 def _first_line(path: Path) -> str:
@@ -71,7 +82,8 @@ def _copy(arguments: argparse.Namespace) -> int:
         )
     target.mkdir(parents=True, exist_ok=True)
     for path in files:
-        (target / path.name).write_bytes(path.read_bytes())
+        (target / path.name).write_text(_text(path), encoding="utf-8")
+    for path in files:
         print(target / path.name)
     print(f"Try: {_RECIPES[arguments.recipe].format(shlex.quote(str(target)))}", file=sys.stderr)
     return 0

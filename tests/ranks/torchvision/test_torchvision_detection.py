@@ -281,7 +281,7 @@ def test_its_parameters_are_those_of_torchvision(recipe: Any, tmp_path: Path) ->
 def test_what_cannot_be_read_is_named(
     recipe: Any, photos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(SystemExit, match="--backbone resnet51_fpn is none of"):
+    with pytest.raises(SystemExit, match="--backbone resnet51_fpn is unknown"):
         run(recipe, monkeypatch, photos, "--backbone", "resnet51_fpn")
     with pytest.raises(SystemExit, match=r"No such file.*nothing2017"):
         run(recipe, monkeypatch, photos, "--split", "nothing2017")

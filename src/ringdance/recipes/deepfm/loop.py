@@ -110,7 +110,7 @@ def warm_start(start: Path, model: Any, about: dict[str, Any]) -> None:
         """Return the layers of the exported model, and what is wrong with it, or ""."""
         try:
             exported_about = whole_model(start)
-        except ArgumentError as error:
+        except (ArgumentError, OSError) as error:
             return {}, str(error)
         for name, value in {"framework": model.framework, **about}.items():
             if exported_about.get(name) != value:

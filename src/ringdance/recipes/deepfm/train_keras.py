@@ -25,7 +25,7 @@ memory, use --sharded.
 
 Ranks do not wait for rank 0: all of them take part in evaluations, and checkpoints are copied, then written
 in the background. The exception is the export, which only rank 0 does. hvd.pause_stall_check() suppresses
-stall warnings meanwhile.
+stall warnings during the export.
 """
 
 from __future__ import annotations
@@ -35,11 +35,16 @@ import os
 from pathlib import Path
 from typing import Any
 
+import loop  # type: ignore[import-not-found]  # in this directory
+
+if __name__ == "__main__":
+    # Importing TensorFlow takes seconds. Answer --help and wrong options first.
+    loop.options(__doc__ or "")
+
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ["KERAS_BACKEND"] = "tensorflow"
 
 import keras
-import loop  # type: ignore[import-not-found]  # in this directory
 import numpy as np
 import tensorflow as tf
 
@@ -89,6 +94,7 @@ class KerasTableModel(loop.TableModel):  # type: ignore[misc]
         self.layers = Layers(fields, given.dim, given.hidden)
         self.optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(given.rate))
         self.optimizer.build(self.layers.trainable_variables)
+        self._variables = [*self.layers.variables, *self.optimizer.variables]
         # None avoids retracing for batches of other lengths or with another number of distinct ids.
         rows, values = tf.TensorSpec((None, table.columns)), tf.TensorSpec((None, fields))
         labels, number = tf.TensorSpec((None,)), tf.TensorSpec(())
@@ -133,15 +139,12 @@ class KerasTableModel(loop.TableModel):  # type: ignore[misc]
 
     def state(self) -> dict[str, Array]:
         """Return copies of the layers' weights and Adam's state."""
-        return {f"v{number}": np.array(variable.numpy()) for number, variable in enumerate(self._variables())}
+        return {f"v{number}": np.array(variable.numpy()) for number, variable in enumerate(self._variables)}
 
     def restore(self, state: dict[str, Array]) -> None:
         """Restore a state returned by ``state``."""
-        for number, variable in enumerate(self._variables()):
+        for number, variable in enumerate(self._variables):
             variable.assign(state[f"v{number}"])
-
-    def _variables(self) -> list[Any]:
-        return [*self.layers.variables, *self.optimizer.variables]
 
     def export_layers(self, directory: Path) -> None:
         """Write the layers for score.py as a SavedModel, which does not need this file."""

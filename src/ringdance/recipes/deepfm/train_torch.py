@@ -25,7 +25,7 @@ memory, use --sharded.
 
 Ranks do not wait for rank 0: all of them take part in evaluations, and checkpoints are copied, then written
 in the background. The exception is the export, which only rank 0 does. hvd.pause_stall_check() suppresses
-stall warnings meanwhile.
+stall warnings during the export.
 """
 
 from __future__ import annotations

@@ -8,8 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from ringdance.data.order import permutation
-
 Array = np.ndarray[Any, Any]
 
 
@@ -58,7 +56,8 @@ class EpochSteps:
         self.rank, self.size, self.end, self.done = rank, size, len(ratios), done
         waiting: dict[bool, list[int]] = {False: [], True: []}
         batches: list[list[int]] = []
-        for number in permutation(len(ratios), seed, epoch).tolist():
+        # RandomState draws the same numbers in all versions of NumPy.
+        for number in np.random.RandomState([seed, epoch]).permutation(len(ratios)).tolist():
             group = waiting[wide := bool(ratios[number] >= 1)]
             group.append(number)
             if len(group) == batch_size:

@@ -17,11 +17,10 @@ from torch import Tensor
 
 from ringdance.data.images import decode
 from ringdance.errors import ArgumentError
-from ringdance.host.files import check_regular
 
 Array = np.ndarray[Any, Any]
 AHEAD = 2  # batches to decode ahead of the one used for training
-PREPARE = "`ringdance data prepare coco` finds and leaves out broken entries"
+PREPARE = "`ringdance data prepare coco` finds and skips broken entries"
 
 
 class Coco:
@@ -36,7 +35,6 @@ class Coco:
 
     def __init__(self, directory: Path, split: str, masks: bool, trained_on: bool) -> None:
         annotations = directory / "annotations" / f"instances_{split}.json"
-        check_regular(annotations)
         self.table = json.loads(annotations.read_bytes())
         self.kinds = {entry["id"]: entry.get("name") for entry in self.table["categories"]}
         objects: dict[int, list[Any]] = {}

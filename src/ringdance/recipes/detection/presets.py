@@ -8,7 +8,7 @@ that results were published for.
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 IMAGES = 117_266
 """Images in COCO train2017 with objects: the length of an epoch, in which sources count their steps."""
@@ -65,10 +65,12 @@ class Preset:
     def overridden(self, given: argparse.Namespace) -> Preset:
         """Return the preset with values from the command line, and dependent values scaled to match.
 
-        The rate is scaled with the batch size, milestones with the epochs, and the longer side with the
-        shorter.
+        An option overrides the field with the same name. The exception is --rate, which is not scaled. The
+        preset's own rate is scaled with the batch size, milestones with the epochs, and the longer side with
+        the shorter.
         """
-        values = {name: value for name in _OVERRIDDEN if (value := getattr(given, name, None)) is not None}
+        names = {field.name for field in fields(self)} - {"rate"}
+        values = {name: value for name, value in vars(given).items() if name in names and value is not None}
         larger_batch = values.get("batch_size", self.batch_size) / self.batch_size
         longer = values.get("epochs", self.epochs) / self.epochs
         larger = values.get("image_size", self.image_size) / self.image_size
@@ -81,10 +83,6 @@ class Preset:
         return self.rate * batch / (self.batch_size * self.devices)
 
 
-_OVERRIDDEN = (
-    "epochs", "warmup_steps", "batch_size", "optimizer", "precision", "image_size", "longest", "clip",
-    "backbone", "width",
-)  # fmt: skip
 _GLUONCV = "GluonCV 0.10, train_faster_rcnn.py and train_mask_rcnn.py with --horovod"
 _MLPERF = "MLPerf reference convergence points, github.com/mlcommons/logging, training_2.0.0, maskrcnn"
 _TORCHVISION = "github.com/pytorch/vision, references/detection/README.md and train.py"

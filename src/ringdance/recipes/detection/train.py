@@ -40,7 +40,6 @@ from __future__ import annotations
 import argparse
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -52,13 +51,10 @@ from torch import Tensor, nn
 
 import ringdance.torch as hvd
 from ringdance.data import Batch
-from ringdance.data.order import Draws
 from ringdance.errors import ArgumentError
 from ringdance.recipes import torch_state
 from ringdance.recipes.options import Options, amount, count, number
 from ringdance.recipes.training import TRAINED_ON, Position, Training
-from ringdance.training.gradients.cores import own_cores
-from ringdance.training.schedules import Schedule
 
 try:
     from coco import PREPARE, Coco, ahead, results_of, scores  # type: ignore[import-not-found]
@@ -68,7 +64,7 @@ try:
     from torchvision.ops import FrozenBatchNorm2d, MultiScaleRoIAlign
 except (ImportError, RuntimeError) as error:
     raise SystemExit(
-        f"the recipe needs torchvision of the same release as torch, and faster-coco-eval: {error}. "
+        f"the recipe needs torchvision (built for this torch) and faster-coco-eval: {error}. "
         "Install them with: pip install torchvision faster-coco-eval"
     ) from None
 
@@ -88,12 +84,13 @@ class Batches:
     def set_epoch(self, epoch: int, done: int = 0) -> None:
         """Set the epoch, and the number of its images that have already been used."""
         ratios, size = self.data.ratios, self.preset.batch_size
-        self.epoch = epoch
+        # The same on all ranks, and in a resumed run.
+        self.flips = np.random.RandomState([self.seed, epoch, 1]).random_sample(len(ratios)) < 0.5
         self.plan = EpochSteps(ratios, size, self.seed, epoch, hvd.rank(), hvd.size(), done)
 
     def load(self, place: int) -> tuple[Tensor, dict[str, Tensor]]:
         """Return an image with this epoch's augmentation."""
-        return self.data.load(place, self.preset.flip and Draws(self.seed, self.epoch, place)() < 0.5)
+        return self.data.load(place, self.preset.flip and self.flips[place])
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield batches, with images and labels as lists."""
@@ -143,7 +140,7 @@ def _body(backbone: str, norm: str, weights: str | None) -> Any:
     name = backbone.removesuffix("_fpn")
     names = [one for one in models.list_models(module=models) if "resne" in one]
     if name not in names or name == backbone:
-        raise SystemExit(f"--backbone {backbone} is none of {', '.join(f'{one}_fpn' for one in names)}")
+        raise SystemExit(f"--backbone {backbone} is unknown. Use {', '.join(f'{one}_fpn' for one in names)}.")
     body: Any = models.get_model(
         name, weights=None, norm_layer=group if norm == "group" else FrozenBatchNorm2d
     )
@@ -170,7 +167,7 @@ def load_weights(
     try:
         return torch_state.load_weights(model, file, is_head)
     except (OSError, ValueError) as error:
-        hint = "; --norm frozen is for weights with batch normalization" if ".bn" in str(error) else ""
+        hint = ". Weights with batch normalization need --norm frozen" if ".bn" in str(error) else ""
         why = getattr(error, "strerror", None) or error
         raise SystemExit(f"{option} {file}: {why}{hint}") from None
 
@@ -198,11 +195,6 @@ class DetectionModel:
         self.scaler = torch.amp.GradScaler(device.type, enabled=preset.precision == "float16")
         self.sums: dict[str, Any] = {}
 
-    def autocast(self) -> AbstractContextManager[Any]:
-        """Return an autocast context, which uses 16-bit convolutions if the preset's precision is 16-bit."""
-        dtype = torch.float16 if self.preset.precision == "float16" else torch.bfloat16
-        return torch.autocast(self.device.type, dtype, enabled=self.preset.precision != "float32")
-
     def pixels(self, image: Tensor) -> Tensor:
         """Copy an image to the device, and scale its values to 0 to 1."""
         return image.to(self.device, non_blocking=True).float() / 255
@@ -212,7 +204,7 @@ class DetectionModel:
         for value in self.inner.param_groups:
             value["lr"] = rate
         objects = [{name: value.to(self.device) for name, value in target.items()} for target in batch.labels]
-        with self.autocast():
+        with torch_state.autocast(self.device, self.preset.precision):
             losses = self.model([self.pixels(image) for image in batch.images], objects)
         loss = torch.stack([*losses.values()]).sum()
         for name, value in {"loss": loss, **losses, "images": loss.new_ones(())}.items():
@@ -242,7 +234,7 @@ class DetectionModel:
         results: list[tuple[int, list[Any]]] = []
         model = self.model.eval()
         for part, [(image, _)] in ahead(own, self.check.load, self.threads):
-            with self.autocast():
+            with torch_state.autocast(self.device, self.preset.precision):
                 [seen] = model([self.pixels(image)])
             number = self.check.images[part.numbers[0]]["id"]
             seen = {name: one.float().cpu() for name, one in seen.items()}
@@ -299,11 +291,11 @@ def options() -> Options:
     add("--validation-split", metavar="SPLIT", help=text)
     add("--backbone", metavar="NAME", help="resnet50_fpn, or another torchvision ResNet")
     add("--backbone-weights", metavar="FILE", help="weights of a classifier: see above")
-    add("--weights", metavar="FILE", help="weights of a whole detector; a head for other classes stays fresh")
+    add("--weights", metavar="FILE", help="weights of a detector; a head for other classes is not loaded")
     text = "default: frozen with --backbone-weights, otherwise group"
     add("--norm", choices=("frozen", "group"), help=text)
     add("--width", type=count, metavar="CHANNELS", help="channels in the pyramid and the heads")
-    add("--warmup-steps", type=number(int, 0), metavar="N", help="steps in which the rate rises")
+    add("--warmup-steps", type=number(int, 0), metavar="N", help="steps of linear warm-up")
     add("--clip", type=amount, metavar="NORM", help="maximum norm of the gradient; 0: no limit")
     add("--image-size", type=number(int, 32), metavar="PIXELS", help="target for the shorter side")
     add("--longest", type=count, metavar="PIXELS", help="limit for the longer side; default: in proportion")
@@ -339,7 +331,7 @@ def main() -> None:
     """Run the training script."""
     given = options().read()
     hvd.init()
-    given.threads = given.threads or max(1, own_cores())
+    given.threads = given.threads or torch.get_num_threads()  # this rank's share of the cores
     given.norm = given.norm or ("frozen" if given.backbone_weights else "group")
     preset = PRESETS[given.preset].overridden(given)
     device = torch.device("cpu")
@@ -380,7 +372,7 @@ def train(given: argparse.Namespace, preset: Preset, model: DetectionModel, data
     peak = preset.rate_for(batch) if given.rate is None else given.rate
     warmup = min(preset.warmup_steps * batch / len(data), preset.epochs)
     kind = "step" if preset.milestones else "cosine"
-    rates = Schedule(peak, preset.epochs, kind, warmup, peak * preset.warmup_start, preset.milestones)
+    rates = hvd.Schedule(peak, preset.epochs, kind, warmup, peak * preset.warmup_start, preset.milestones)
     training.train_or_evaluate(batches, rates)
     training.close({**same, "classes": data.table["categories"], "image_size": preset.image_size})
 

@@ -7,7 +7,7 @@ number of devices, the rate is scaled linearly (Goyal et al. 2017). See ``Preset
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 
 @dataclass(frozen=True)
@@ -61,17 +61,18 @@ class Preset:
         return self.rate * batch / (self.batch_size * self.devices)
 
     def overridden(self, given: argparse.Namespace) -> Preset:
-        """Return the preset with values from the command line. Rate and milestones are scaled accordingly."""
-        values = {name: value for name in _OVERRIDDEN if (value := getattr(given, name, None)) is not None}
+        """Return the preset with values from the command line. Rate and milestones are scaled accordingly.
+
+        An option overrides the field with the same name. The exception is --rate, which is not scaled.
+        """
+        names = {field.name for field in fields(self)} - {"rate"}
+        values = {name: value for name, value in vars(given).items() if name in names and value is not None}
         larger = values.get("batch_size", self.batch_size) / self.batch_size
         longer = values.get("epochs", self.epochs) / self.epochs
         milestones = tuple(epoch * longer for epoch in self.milestones)
         return replace(self, rate=self.rate * larger, milestones=milestones, **values)
 
 
-_OVERRIDDEN = (
-    "epochs", "warmup_epochs", "batch_size", "optimizer", "precision", "image_size", "label_smoothing",
-)  # fmt: skip
 _GOYAL = "Goyal et al. 2017, Accurate, Large Minibatch SGD, arXiv 1706.02677"
 _NVIDIA = "NVIDIA DeepLearningExamples, PyTorch ResNet50 v1.5, DGX1_RN50_AMP_90E.sh and README"
 _MLPERF = "MLPerf reference convergence points, github.com/mlcommons/logging, training_4.0.0/rcps_resnet.json"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ from ringdance.data import Dataset, Synthetic
 from ringdance.errors import ArgumentError
 from ringdance.recipes.options import Options, count, number
 from ringdance.recipes.training import TRAINED_ON, Position, Training
-from ringdance.training.schedules import Schedule
 
 
 def parser(manual: str) -> Options:
@@ -24,14 +24,14 @@ def parser(manual: str) -> Options:
     add("--data", metavar="DIR", help="a data set that `ringdance data prepare` has written")
     add("--synthetic", action="store_true", help="random pixels instead of data")
     add("--synthetic-images", type=count, default=1_281_167, metavar="N", help="default: 1,281,167")
-    add("--warmup-epochs", type=number(int, 0), metavar="N", help="epochs in which the rate rises")
+    add("--warmup-epochs", type=number(int, 0), metavar="N", help="epochs of linear warm-up")
     add("--accumulate", type=count, default=1, metavar="N", help="passes in each step; default: 1")
-    add("--model", metavar="NAME", help="a model from the library instead of our ResNet-50: see above")
+    add("--model", metavar="NAME", help="classifier of the library, instead of our ResNet-50: see above")
     add("--width", type=count, help="channels in the first stage of our ResNet-50; default: 64")
-    text = "start with these weights or an exported model's; a head for other classes stays fresh"
+    text = "start with the weights in FILE; a head for other classes is not loaded"
     add("--weights", metavar="FILE", help=text)
     add("--image-size", type=count, metavar="PIXELS")
-    add("--label-smoothing", type=share, metavar="S", help="share of a target that all classes get")
+    add("--label-smoothing", type=share, metavar="S", help="share of the target spread over all classes")
     made.add_images(PRESETS, ("sgd", "lars"))
     return made
 
@@ -40,24 +40,24 @@ def read(made: Options) -> argparse.Namespace:
     """Read and check the command line."""
     given = made.read()
     if bool(given.data) == given.synthetic:
-        made.error("give either --data DIR or --synthetic")
+        made.error("either --data DIR or --synthetic is required, but not both")
     if given.model and given.width:
         made.error(f"--width {given.width} is for our ResNet-50. Omit it or --model {given.model}.")
     given.width = given.width or 64
     preset = PRESETS[given.preset].overridden(given)
     if preset.epochs < preset.warmup_epochs:
-        warmup = f"{preset.warmup_epochs:g} of warm-up"
-        made.error(f"{preset.epochs:g} epochs, but {warmup}. Change --epochs or --warmup-epochs.")
+        warmup = f"the warm-up takes {preset.warmup_epochs:g} epochs"
+        made.error(f"{warmup}, but training only {preset.epochs:g}. Change --epochs or --warmup-epochs.")
     return given
 
 
-def schedule_of(preset: Preset, given: argparse.Namespace, images: int, batch: int) -> Schedule:
+def schedule_of(preset: Preset, given: argparse.Namespace, images: int, batch: int) -> hvd.Schedule:
     """Return the learning rate schedule. ``images`` is per epoch, and ``batch`` is the global batch size."""
     peak = preset.rate_for(batch) if given.rate is None else given.rate
     # If the source does not specify a start, the first step uses one increment of the warm-up. Starting from
     # 0 would waste the step.
     start = preset.warmup_start or peak * batch / max(preset.warmup_epochs * images, batch)
-    return Schedule(
+    return hvd.Schedule(
         peak, preset.epochs, preset.schedule, preset.warmup_epochs, min(start, peak), preset.milestones
     )
 
@@ -74,6 +74,16 @@ def datasets(given: argparse.Namespace) -> tuple[Any, Any, str]:
     except ArgumentError as error:
         raise SystemExit(str(error)) from None
     return data, data, TRAINED_ON
+
+
+def loaders(
+    given: argparse.Namespace, preset: Preset, load: Callable[..., Any], data: Any, check: Any, **options: Any
+) -> tuple[Any, Any]:
+    """Return loaders for training and for evaluation. ``load`` is the ``image_loader`` of a binding."""
+    options |= {"image_size": preset.image_size, "threads": given.threads, "seed": given.seed}
+    size = preset.batch_size * given.accumulate
+    loader = load(data, size, augment=preset.augment, shuffle=True, drop_last=True, **options)
+    return loader, load(check, preset.batch_size, augment=False, **options)
 
 
 def ranks_of(count: int) -> tuple[int, ...]:
@@ -99,12 +109,12 @@ def begin_with(given: argparse.Namespace, model: Any, classes: int) -> str:
     except Exception as error:  # arbitrary files raise many different exceptions
         problem = f"--weights {file}: not for this model: {error}".splitlines()[0]
     if fresh and given.evaluate:
-        problem = f"--weights {file} does not have {classes} classes, so there is nothing to evaluate"
+        problem = f"--weights {file} cannot be evaluated, because its head is not for {classes} classes"
     fresh, problem = hvd.broadcast_object((fresh, problem))
     if problem:
         raise SystemExit(problem)
-    head = f", but {', '.join(fresh)} fresh: it does not have {classes} classes" if fresh else ""
-    return f"weights of {file}{head}"
+    head = f", except {', '.join(fresh)}, because its head is not for {classes} classes" if fresh else ""
+    return f"starting with the weights in {file}{head}"
 
 
 def train(

@@ -45,6 +45,12 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import shared  # type: ignore[import-not-found]  # in this directory
+
+if __name__ == "__main__":
+    # Importing Keras takes seconds. Answer --help and wrong options first.
+    shared.read(shared.parser(__doc__ or ""))
+
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 
@@ -54,11 +60,10 @@ except ImportError as error:
     chosen = f"KERAS_BACKEND={os.environ['KERAS_BACKEND']}"
     raise SystemExit(f"{chosen}: {error}. Install it, or choose tensorflow, torch or jax.") from None
 import numpy as np
-from presets import PRESETS, Preset  # type: ignore[import-not-found]  # in this directory
-from shared import datasets, described, parser, ranks_of, read, train  # type: ignore[import-not-found]
+from presets import PRESETS, Preset  # type: ignore[import-not-found]
 
 import ringdance.keras as hvd
-from ringdance import numpy
+import ringdance.numpy
 from ringdance.data import Batch
 
 MEAN, DEVIATION = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)  # ImageNet's pixel statistics: R, G, B
@@ -189,7 +194,7 @@ class LARS(keras.optimizers.Optimizer):  # type: ignore[misc]
 class KerasImageModel:
     """This rank's compiled model, with the steps that update it."""
 
-    framework, described = "keras", staticmethod(described)
+    framework, described = "keras", staticmethod(shared.described)
 
     def __init__(self, given: argparse.Namespace, preset: Preset, classes: int, checks: Any = None) -> None:
         self.preset, self.classes, self.passes = preset, classes, given.accumulate
@@ -243,7 +248,7 @@ class KerasImageModel:
     def evaluate(self) -> dict[str, float]:
         """Return the number of images on all ranks ("count"), and the top-1 and top-5 accuracy, 0 to 1."""
         self.average_statistics()
-        right = hvd.TopK(ranks_of(self.classes))
+        right = hvd.TopK(shared.ranks_of(self.classes))
         self.checks.set_epoch(0)
         for batch in self.checks:
             if batch.weight:  # otherwise padding
@@ -255,7 +260,8 @@ class KerasImageModel:
         statistics = [variable for variable in self.model.weights if "moving" in variable.path]
         values = [keras.ops.convert_to_numpy(variable.value) for variable in statistics]
         if values:
-            for variable, value in zip(statistics, numpy.allreduce(values, name="statistics"), strict=True):
+            means = ringdance.numpy.allreduce(values, name="statistics")
+            for variable, value in zip(statistics, means, strict=True):
                 variable.assign(value)
 
     def state(self) -> dict[str, Array]:
@@ -305,20 +311,15 @@ def read_value(variable: Any) -> Array:
 
 def main() -> None:
     """Run the training script."""
-    given = read(parser(__doc__ or ""))
+    given = shared.read(shared.parser(__doc__ or ""))
     hvd.init()
     use_own_gpu()
     preset = PRESETS[given.preset].overridden(given)
     keras.utils.set_random_seed(given.seed)
-    data, check, split = datasets(given)
-    same = {"threads": given.threads, "seed": given.seed}
-    loader = hvd.image_loader(
-        data, preset.batch_size * given.accumulate, image_size=preset.image_size, augment=preset.augment,
-        shuffle=True, drop_last=True, **same,
-    )  # fmt: skip
-    checks = hvd.image_loader(check, preset.batch_size, image_size=preset.image_size, augment=False, **same)
-    model = KerasImageModel(given, preset, len(data.classes), checks.loader)
-    train(given, preset, model, data, loader.loader, split, f"Keras on {keras.backend.backend()}")
+    data, check, split = shared.datasets(given)
+    loader, checks = shared.loaders(given, preset, ringdance.numpy.image_loader, data, check)
+    model = KerasImageModel(given, preset, len(data.classes), checks)
+    shared.train(given, preset, model, data, loader, split, f"Keras on {keras.backend.backend()}")
 
 
 if __name__ == "__main__":

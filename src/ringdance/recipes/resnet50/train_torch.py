@@ -40,14 +40,13 @@ from __future__ import annotations
 
 import argparse
 from collections import OrderedDict
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import shared  # type: ignore[import-not-found]  # in this directory
 import torch
-from presets import PRESETS, Preset  # type: ignore[import-not-found]  # in this directory
-from shared import datasets, described, parser, ranks_of, read, train  # type: ignore[import-not-found]
+from presets import PRESETS, Preset  # type: ignore[import-not-found]
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -115,7 +114,7 @@ def of_torchvision(name: str, classes: int, size: int) -> tuple[nn.Module, Any, 
     try:
         from torchvision import models  # type: ignore[import-not-found,import-untyped,unused-ignore]
     except (ImportError, RuntimeError) as error:
-        raise SystemExit(f"--model {name} needs torchvision of the same release as torch: {error}") from None
+        raise SystemExit(f"--model {name} needs a torchvision built for this torch: {error}") from None
     names = models.list_models(module=models)
     if name not in names:
         raise SystemExit(f"--model {name} is not a torchvision classifier. Use one of {', '.join(names)}.")
@@ -205,7 +204,7 @@ class LARS(torch.optim.Optimizer):
 class TorchImageModel:
     """This rank's model, optimizer and loss scale, with the steps that update them."""
 
-    framework, described = "torch", staticmethod(described)
+    framework, described = "torch", staticmethod(shared.described)
 
     def __init__(
         self, given: argparse.Namespace, preset: Preset, classes: int, device: torch.device,
@@ -234,15 +233,9 @@ class TorchImageModel:
 
     def forward(self, images: Tensor) -> Tensor:
         """Return the logits for images of shape (n, 3, size, size), with pixel values from 0 to 255."""
-        with self.autocast():
+        with torch_state.autocast(self.device, self.preset.precision):
             logits: Tensor = self.model((images.float() - self.mean) / self.deviation)
         return logits
-
-    def autocast(self) -> AbstractContextManager[Any]:
-        """Return an autocast context, which uses 16-bit convolutions if the preset's precision is 16-bit."""
-        low = self.preset.precision != "float32"
-        dtype = torch.float16 if self.preset.precision == "float16" else torch.bfloat16
-        return torch.autocast(self.device.type, dtype, enabled=low)
 
     def step(self, batch: Batch, rate: float) -> None:
         """Update the model with one batch, in one or more passes.
@@ -277,7 +270,7 @@ class TorchImageModel:
     def evaluate(self) -> dict[str, float]:
         """Return the number of images on all ranks ("count"), and the top-1 and top-5 accuracy, 0 to 1."""
         self.average_statistics()
-        model, metric = self.model.eval(), hvd.TopK(ranks_of(self.classes))
+        model, metric = self.model.eval(), hvd.TopK(shared.ranks_of(self.classes))
         self.checks.set_epoch(0)
         for batch in self.checks:
             if batch.weight:  # otherwise padding
@@ -322,10 +315,10 @@ class TorchImageModel:
 
 def main() -> None:
     """Run the training script."""
-    options = parser(__doc__ or "")
-    given = read(options)
+    options = shared.parser(__doc__ or "")
+    given = shared.read(options)
     if not given.model and given.image_size is not None and given.image_size <= 32:
-        options.error(f"--image-size {given.image_size} is halved five times: use 33 or more.")
+        options.error(f"--image-size {given.image_size} is halved five times. Use 33 or more.")
     hvd.init()
     preset = PRESETS[given.preset].overridden(given)
     device = torch.device("cpu")
@@ -334,15 +327,10 @@ def main() -> None:
         torch.cuda.set_device(device)
         torch.backends.cudnn.benchmark = True  # all images have the same size
     torch.manual_seed(given.seed)
-    data, check, split = datasets(given)
-    same = {"device": device, "threads": given.threads, "seed": given.seed}
-    loader = hvd.image_loader(
-        data, preset.batch_size * given.accumulate, image_size=preset.image_size, augment=preset.augment,
-        shuffle=True, drop_last=True, **same,
-    )  # fmt: skip
-    checks = hvd.image_loader(check, preset.batch_size, image_size=preset.image_size, augment=False, **same)
+    data, check, split = shared.datasets(given)
+    loader, checks = shared.loaders(given, preset, hvd.image_loader, data, check, device=device)
     model = TorchImageModel(given, preset, len(data.classes), device, checks)
-    train(given, preset, model, data, loader, split, f"PyTorch on {device.type}")
+    shared.train(given, preset, model, data, loader, split, f"PyTorch on {device.type}")
     hvd.shutdown()
 
 

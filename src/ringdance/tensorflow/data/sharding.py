@@ -42,7 +42,7 @@ def shard(
         tensors = tf.nest.map_structure(tf.convert_to_tensor, data)
         rows = {int(tensor.shape[0]) if tensor.shape.rank else -1 for tensor in tf.nest.flatten(tensors)}
         if len(rows) != 1 or -1 in rows:
-            raise ArgumentError(f"shard(): all tensors need equally many rows. These have {sorted(rows)}.")
+            raise ArgumentError(f"shard(): tensors need the same number of rows. Received {sorted(rows)}.")
         own = _shard(tf.data.Dataset.range(rows.pop()), ends, bool(shuffle), seed, layout, process_set, True)
         return own.map(lambda number: tf.nest.map_structure(lambda array: tf.gather(array, number), tensors))
     return _shard(data, ends, shuffle, seed, layout, process_set)

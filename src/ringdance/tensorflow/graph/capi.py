@@ -33,12 +33,10 @@ _NUMBERS = {dtype: number for number, dtype in _DTYPES.items()}
 
 
 def _dtype(number: int) -> np.dtype[Any]:
-    try:
-        return _DTYPES[number]
-    except KeyError:
+    if number not in _DTYPES:
         name = tf.as_dtype(number).name
-        text = f"Elements of type {name} cannot be exchanged. Use numbers or booleans."
-        raise ArgumentError(text) from None
+        raise ArgumentError(f"Elements of type {name} cannot be exchanged. Use numbers or booleans.")
+    return _DTYPES[number]
 
 
 # Cached, because TensorFlow reuses its memory. A view only refers to the memory.
@@ -219,7 +217,7 @@ def _text_of(construction: int) -> bytes:
 def _define(
     name: str, inputs: Sequence[str], outputs: Sequence[str], attributes: Sequence[str], status: int
 ) -> None:
-    """Define a stateful operation. ``status`` tells whether TensorFlow has accepted it."""
+    """Define a stateful operation. An error that TensorFlow reports is in ``status``."""
     lib = library()
     builder = lib.TF_NewOpDefinitionBuilder(name.encode())
     for add, specifications in (

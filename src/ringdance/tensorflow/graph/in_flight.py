@@ -85,11 +85,6 @@ def take(number: int) -> InFlight:
     return _started.pop(number)
 
 
-def pending() -> list[Work]:
-    """Return the works of calls that have started and that nothing has waited for."""
-    return [started.work for started in list(_started.values())]
-
-
 def on_freed(number: int) -> None:
     """Release a group that no operation can wait for any more. See Note [Failed runs]."""
     first = _started.get(number)

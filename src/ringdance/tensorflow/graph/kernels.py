@@ -10,19 +10,15 @@ enough.
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from threading import get_ident
 from typing import Any
 
 import numpy as np
-import tensorflow as tf
 
 from ringdance.core.engine import Engine
 from ringdance.core.recorder import StepMark
-from ringdance.core.request import Collective, Work
-from ringdance.host.limits import usable_cores
+from ringdance.core.request import Collective
 from ringdance.tensorflow.graph import capi, in_flight
 from ringdance.tensorflow.graph.capi import Context, Slot, drop
 from ringdance.tensorflow.threads import computing_threads
@@ -33,8 +29,6 @@ from ringdance.training.gradients.cores import wants_overlap
 from ringdance.training.gradients.sparse import submit
 
 Array = np.ndarray[Any, Any]
-
-_log = logging.getLogger("ringdance")
 
 NUMBERS: dict[str, Callable[[str], int]] = {
     "size": lambda set_id: len(session.engine().members(int(set_id))),
@@ -104,36 +98,13 @@ def _call(prepared: tuple[Call, list[Slot], list[Call]], context: Context) -> No
     if call.keeps_shapes:
         started = _submit(call, slots, [], engine, context, wake=False)
         try:
-            _wait_for(started.work)
+            started.work.wait()
         finally:
             in_flight.release(started)
         call.completed()
         return
     for index, array in enumerate(run(call, context.inputs())):
         context.set_output(index, array)
-
-
-_waiting: set[int] = set()  # TensorFlow's threads that are waiting in kernels
-
-
-def _wait_for(work: Work) -> None:
-    """Wait. Warn if no thread is left in which TensorFlow could run an operation that another rank awaits."""
-    _waiting.add(get_ident())
-    try:
-        work.wait(session.engine().settings.deadlock_time / 2 or None)
-    except TimeoutError:
-        threads = tf.config.threading.get_inter_op_parallelism_threads() or usable_cores()
-        if len(_waiting) >= threads:
-            _log.warning(
-                "ringdance: rank %d: all %d threads in which TensorFlow runs operations wait for exchanges, "
-                "one of them for '%s'. If Python threads run programs in parallel, another rank may wait for "
-                "an exchange that gets no thread here. Run them in the same order on all ranks, or call "
-                "tf.config.threading.set_inter_op_parallelism_threads(%d) before hvd.init().",
-                basics.rank(), threads, work.name, threads + 2,
-            )  # fmt: skip
-        work.wait()
-    finally:
-        _waiting.discard(get_ident())
 
 
 @lru_cache(maxsize=1)  # TensorFlow's threads do not change once it computes, and counting them is slow.
@@ -174,7 +145,7 @@ def _wait(_: str, context: Context) -> None:
     for number in context.inputs():
         started = in_flight.take(int(number))
         try:
-            _wait_for(started.work)
+            started.work.wait()
             started.call.completed()
         except BaseException as problem:
             error = error or problem

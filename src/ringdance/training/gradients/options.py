@@ -17,6 +17,21 @@ def check_passes(passes: int) -> None:
         raise ArgumentError(f"backward_passes_per_step must be at least 1, got {passes}.")
 
 
+def listed_layers(layers: Any, layer_type: type) -> list[Any]:
+    """Return the argument ``local_layers``, which is None, a layer or several layers, as a list.
+
+    Raises:
+        ArgumentError: An element is not a Keras layer.
+    """
+    if isinstance(layers, layer_type) or not isinstance(layers, Iterable):
+        layers = [] if layers is None else [layers]
+    listed = list(layers)
+    wrong_types = [type(layer).__name__ for layer in listed if not isinstance(layer, layer_type)]
+    if wrong_types:
+        raise ArgumentError(f"local_layers must be Keras layers, got {', '.join(wrong_types)}.")
+    return listed
+
+
 def scales_of(operation: ReduceOp, predivide: float) -> tuple[float, float]:
     """Return prescale and postscale factors for ``gradient_predivide_factor``."""
     if predivide == 1.0:

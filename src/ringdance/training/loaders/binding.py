@@ -66,8 +66,8 @@ class Loaders:
             read_bytes: Bytes to read from a file at once if the order is shuffled. 0 reads each image
                 separately. Default: 2 MiB for data sets of more than 16 GiB, otherwise 0.
             process_set: Ranks among which the samples are divided.
-            device: Device of images and labels: a device for PyTorch or TensorFlow, a device or sharding for
-                JAX. For a GPU, PyTorch decodes into pinned memory and copies without blocking.
+            device: Device of images and labels (in JAX, also a sharding). For a GPU, PyTorch decodes into
+                pinned memory and copies without blocking.
 
         Raises:
             ArgumentError: An argument is wrong.
@@ -81,18 +81,24 @@ class Loaders:
             "read_bytes, in samples of the files' mean size,": shuffle and piece_of(dataset, read_bytes),
         }  # fmt: skip
         rank, size = check_plan("pad", same, process_set)
-        order: Any = {"shuffle": shuffle, "seed": seed, "drop_last": drop_last, "rank": rank, "size": size}
+        order = {"shuffle": shuffle, "seed": seed, "drop_last": drop_last, "rank": rank, "size": size}
+        decoding = {"augment": augment, "transform": transform, "threads": threads or max(1, own_cores())}
+        reading = {"prefetch": prefetch, "read_bytes": read_bytes}
+        loader = self._image_batches(dataset, batch_size, image_size, order, decoding | reading, device)
+        return watch_input(loader) if shuffle else loader  # Only training loaders shuffle.
+
+    def _image_batches(
+        self, dataset: Any, batch_size: int, image_size: int, order: Any, decoding: Any, device: Any
+    ) -> ImageBatches:
+        """Create a loader that converts its batches. ``decoding``: options for real images."""
         loader: ImageBatches
         if isinstance(dataset, Synthetic):
             loader = SyntheticLoader(len(dataset), batch_size, image_size, len(dataset.classes), **order)
         else:
-            loader = Loader(
-                dataset, batch_size, image_size=image_size, augment=augment, transform=transform,
-                threads=threads or max(1, own_cores()), prefetch=prefetch, read_bytes=read_bytes, **order,
-            )  # fmt: skip
+            loader = Loader(dataset, batch_size, image_size=image_size, **order, **decoding)
             loader.memory = lambda shape: self.memory(shape, device)
         loader.convert = lambda batch: self.images(batch, device)
-        return watch_input(loader) if shuffle else loader  # Only training loaders shuffle.
+        return loader
 
     def table_loader(
         self, table: Table, batch_size: int, *, shuffle: bool = True, seed: int = 0, threads: int = 1,
