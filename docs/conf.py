@@ -7,9 +7,10 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent / "_extensions"))
-runpy.run_path(str(Path(__file__).parent / "figures" / "make.py"), run_name="__main__")  # draws the figures
 
 from ringdance import __version__
+
+runpy.run_path(str(Path(__file__).parent / "figures" / "make.py"), run_name="__main__")  # draws the figures
 
 project = "Ringdance"
 author = "The Ringdance authors"

@@ -105,12 +105,13 @@ def architecture(theme: Theme) -> Iterator[str]:
             yield text(x + 14, y + 43, what, faint, 13)
             if number + 1 < len(rows):
                 yield arrow(f"M{x + 235} {y + 54}V{y + 72}", theme)
-    yield text(20, 354, "Each layer imports only the layers below it. All may import settings, errors and host.", faint, 13)
+    rule = "Each layer imports only the layers below it. All may import settings, errors and host."
+    yield text(20, 354, rule, faint, 13)
     yield text(20, 374, "The engine and the launcher do not import each other.", faint, 13)
 
 
 LIBRARY = (
-    ("torch · tensorflow · keras · jax · mxnet · numpy", "bindings: a framework's tensors as views of memory"),
+    ("torch · tensorflow · keras · jax · mxnet · numpy", "bindings: tensors as views of memory"),
     ("training", "what the bindings share: init(), gradients, sharding, checkpoints"),
     ("core", "the engine: submit → agree → batch → exchange → complete"),
     ("core.transport", "MPI, and the memory that the ranks of a host share"),

@@ -83,7 +83,6 @@ def _copy(arguments: argparse.Namespace) -> int:
     target.mkdir(parents=True, exist_ok=True)
     for path in files:
         (target / path.name).write_text(_text(path), encoding="utf-8")
-    for path in files:
         print(target / path.name)
     print(f"Try: {_RECIPES[arguments.recipe].format(shlex.quote(str(target)))}", file=sys.stderr)
     return 0

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from ringdance.errors import ArgumentError
 from ringdance.torch._private import divided_by
+from ringdance.training.collectives import array_at
 from ringdance.training.gradients.compression import compression_for
 from ringdance.training.gradients.weights import rows_of, step_of
-from ringdance.training.memory import array_at
 
 Array = np.ndarray[Any, Any]
 
