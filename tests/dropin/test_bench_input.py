@@ -73,7 +73,7 @@ def test_which_waits_for_which(bound: str, tmp_path: Path) -> None:
     speeds = {part: report[part]["samples_per_second"] for part in ("loader", "step", "both")}
     assert min(speeds["loader"], speeds["step"]) == speeds[bound]
     assert speeds["both"] > 0
-    # Next to other programs, it may report short cores or an unclear cause: tests/unit/observe/test_bench.py.
+    # Next to other programs, it may report short cores or an unclear cause: tests/unit/tools/test_bench.py.
     assert report["bound"] in (bound, "cores", "order", "unclear")
     assert report["sentence"]
 

@@ -82,7 +82,7 @@ def all_jobs() -> list[Job]:
     jobs = [
         Job("lint", "mypy", command=("mypy",)),
         Job("unit", "tools", (
-            "unit/data", "unit/doctor", "unit/cluster", "unit/submit", "unit/hosts", "unit/launch",
+            "unit/data", "unit/host", "unit/launch", "unit/submit", "unit/tools",
         )),
         Job("dropin", "scripts", (
             "dropin/test_scripts*.py", "dropin/test_docs.py", "dropin/test_autotune.py",
@@ -92,8 +92,7 @@ def all_jobs() -> list[Job]:
             "dropin/test_compare.py",
         )),
         Job("unit", "engine", (
-            "unit/core", "unit/monitor", "unit/observe", "unit/tr*", "unit/torch", "unit/tensorflow",
-            "unit/tune", "unit/search", "unit/compat",
+            "unit/core", "unit/training", "unit/torch", "unit/tensorflow", "unit/compat",
         )),
         Job("unit", "project", ("unit/test_*.py",)),
         Job("dropin", "launching", (

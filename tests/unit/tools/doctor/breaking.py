@@ -28,7 +28,7 @@ T = TypeVar("T")
 HERE = "here"
 NOTHING = Usage()
 OTHER = Usage(hosts=("one", "two", "three"))
-SOURCE = Path(__file__).resolve().parents[3] / "src"
+SOURCE = Path(__file__).resolve().parents[4] / "src"
 _sound: dict[str, dict[str, Any]] = {}  # facts of an intact machine, by request
 
 

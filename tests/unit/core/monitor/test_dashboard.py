@@ -20,7 +20,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from ringdance.core.monitor.openmetrics import COUNTERS, GAUGES, HOST, RankCollector
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 
 
 def panels(dashboard: dict[str, Any]) -> Iterator[dict[str, Any]]:
