@@ -141,7 +141,7 @@ def test_pending_work_of_a_removed_set_fails(way: str) -> None:
     number = made.process_set_id
     assert hvd.remove_process_set(made)
     if RANK == 0:
-        with pytest.raises(ProcessSetRemovedError, match=f"number {number} was removed"):
+        with pytest.raises(ProcessSetRemovedError, match=f"Process set {number} was removed"):
             hvd.synchronize(handle)
     with pytest.raises(ArgumentError, match="not registered"):
         hvd.allreduce(np.ones(2), process_set=made)

@@ -207,7 +207,7 @@ def test_what_is_marked_is_no_stall_until_its_timeout(late: None, said: list[str
             time.sleep(1.5)
     hvd.allreduce(np.ones(2), name="after the export")
     if RANK == 0:
-        assert "it is in a block marked 'export'; it does not wait" in said[0]
+        assert "it is in a block marked 'export'; it is not waiting" in said[0]
         assert "its main thread sleeps, at " in said[0]
         report = json.loads(Path(said[0].rpartition("(Details and stacks: ")[2][:-1]).read_text())
         assert report["name"] == "allreduce.after the export"

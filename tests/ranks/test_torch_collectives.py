@@ -302,7 +302,7 @@ def test_process_sets() -> None:
         hvd.add_process_set(evens.ranks)
     with pytest.raises(ValueError, match="exists already"):
         hvd.add_process_set(range(SIZE))
-    with pytest.raises(ValueError, match="this job has"):
+    with pytest.raises(ValueError, match="This job has"):
         hvd.add_process_set([0, SIZE])
     with pytest.raises(ValueError, match="not in process set"):
         hvd.broadcast(torch.ones(1), other.ranks[0], process_set=mine)

@@ -210,4 +210,4 @@ def test_fewer_than_no_rows_are_refused(
     option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert timeline.main([str(write(tmp_path / "t.json")), option, "-1"]) == 2
-    assert f"argument {option}: -1: give 0 or more" in capsys.readouterr().err
+    assert f"argument {option}: -1: must be at least 0" in capsys.readouterr().err

@@ -12,17 +12,36 @@ import threading
 import time
 import types
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ringdance.core.monitor import openmetrics
 from ringdance.core.monitor.metrics import Metrics
 from ringdance.core.monitor.sampler import Sampler
 from ringdance.core.ring import Ring, RingReader, Word
 from ringdance.launch import cli
 
 OPENMETRICS = "application/openmetrics-text; version=1.0.0"
+
+
+@pytest.fixture(autouse=True)
+def servers_that_end(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Stop the servers. A thread that polls would make every deadlock in a later test uncertain."""
+    start, servers = openmetrics.start_http_server, []
+
+    def started(*arguments: Any) -> Any:
+        servers.append(start(*arguments))
+        return servers[-1]
+
+    monkeypatch.setattr(openmetrics, "start_http_server", started)
+    yield
+    for server, thread in servers:
+        server.shutdown()
+        server.server_close()
+        thread.join()
 
 
 def rings(count: int) -> list[Ring]:

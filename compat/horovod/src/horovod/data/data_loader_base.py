@@ -67,7 +67,7 @@ class AsyncDataLoaderMixin:
         self, async_loader_queue_size: int = 64, debug_data_loader: bool = False, *args: Any, **kwargs: Any
     ) -> None:
         if async_loader_queue_size < 0:
-            raise ArgumentError(f"async_loader_queue_size={async_loader_queue_size}: give 0 or more.")
+            raise ArgumentError(f"async_loader_queue_size={async_loader_queue_size}: must be at least 0.")
         self.async_loader_queue_size = async_loader_queue_size
         self.debug_data_loader = debug_data_loader
         self._ahead: queue.Queue[Any] = queue.Queue(async_loader_queue_size)
