@@ -28,8 +28,7 @@ examples:
   ringdance run -np 4 --autotune --autotune-log-file tune.csv python train.py     then: --tuned tune.json
   ringdance run -np 2 --detach python train.py                    then: ringdance status, attach, stop
 
-Without -H, --hostfile and -np, the hosts are those that a scheduler has allocated: the hosts of a Slurm, LSF
-or SageMaker job, or the workers of an MPIJob or TrainJob.
+Without -H, --hostfile and -np, the job runs on the hosts that a scheduler has allocated (see --dry-run).
 
 `python` is the interpreter that ringdance is installed in. Each output line is shown as `[rank] text`, or as
 `[rank]<host> text` if there are several hosts.

@@ -85,7 +85,7 @@ def _register_sets(process_sets: list[ProcessSet]) -> None:
         for index, ranks in enumerate(rank_lists):
             engine.sets.check_new(ranks)
             if ranks in rank_lists[:index]:
-                raise ArgumentError(f"Process sets must have different ranks, but {list(ranks)} is listed twice.")
+                raise ArgumentError(f"Process sets must have different ranks. {list(ranks)} is listed twice.")
     except ArgumentError as error:
         problem = str(error)
     listed = [ranks for ranks, item in zip(rank_lists, process_sets, strict=False) if item.mpi_comm is None]

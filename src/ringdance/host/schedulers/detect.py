@@ -11,6 +11,10 @@ from ringdance.host.schedulers import kubernetes, lsf, sagemaker, slurm
 from ringdance.host.schedulers.allocation import Allocation
 from ringdance.host.schedulers.this_machine import local_names
 
+_SCHEDULERS = (kubernetes, sagemaker, slurm, lsf)
+STAYS = "|".join(scheduler.STAYS for scheduler in _SCHEDULERS if scheduler.STAYS)
+"""Pattern of the schedulers' variables that are not forwarded to other hosts."""
+
 
 def detect(environ: Mapping[str, str]) -> Allocation | None:
     """Return the hosts allocated to this process, None outside all schedulers.
@@ -21,8 +25,8 @@ def detect(environ: Mapping[str, str]) -> Allocation | None:
     Raises:
         LaunchError: A scheduler's variables cannot be parsed.
     """
-    for read in (kubernetes.allocation, sagemaker.allocation, slurm.allocation, lsf.allocation):
-        if allocation := read(environ):
+    for scheduler in _SCHEDULERS:
+        if allocation := scheduler.allocation(environ):
             return allocation
     return None
 

@@ -17,6 +17,8 @@ _HOST_FILES = (
     "HYDRA_HOST_FILE",
 )
 _AGENT = "OMPI_MCA_plm_rsh_agent"
+STAYS = r"KUBERNETES_.*|.*_SERVICE_(HOST|PORT)(_.*)?|.*_PORT_\d+_(TCP|UDP).*|K_MPI_JOB_ROLE"
+"""Pattern of the variables that describe one pod. They are not forwarded to other hosts."""
 
 
 def allocation(environ: Mapping[str, str]) -> Allocation | None:

@@ -8,6 +8,9 @@ from collections.abc import Mapping
 from ringdance.host.schedulers.allocation import Allocation
 from ringdance.host.schedulers.hostfile import merge, parse_hostfile
 
+STAYS = "LSB_.*|LSF_.*|LS_.*"
+"""Pattern of the variables that describe one process. They are not forwarded to other hosts."""
+
 
 def allocation(environ: Mapping[str, str]) -> Allocation | None:
     """Read ``LSB_MCPU_HOSTS="h1 4 h2 4"``, a host file with one name per slot, or ``LSB_HOSTS``."""

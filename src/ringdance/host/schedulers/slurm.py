@@ -14,6 +14,9 @@ from functools import cache
 from ringdance.errors import LaunchError
 from ringdance.host.schedulers.allocation import Allocation
 
+STAYS = "SLURM_.*|SLURMD_.*|SBATCH_.*"
+"""Pattern of the variables that describe one process. They are not forwarded to other hosts."""
+
 # srun reads these variables as options for the job's tasks or for a terminal. They do not fit the agent's
 # step, which is one task on one node.
 _OF_A_STEP = re.compile(

@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from ringdance.host.schedulers.detect import STAYS
+
 # Variables specific to a machine, a login or a rank. They are never forwarded.
 _STAYS = re.compile(
     r"BASH_FUNC_.*|OLDPWD|PWD|SHLVL|_|HOME|USER|LOGNAME|MAIL|SHELL|TERM.*|LS_COLORS|DISPLAY|WAYLAND_.*"
     r"|HOSTNAME|TMPDIR|TMP|TEMP|TEMPDIR|KRB5CCNAME|XAUTHORITY|ICEAUTHORITY|GPG_TTY|SSH_.*|XDG_.*|DBUS_.*"
     r"|.*CUDA_VISIBLE_DEVICES|.*ROCR_VISIBLE_DEVICES|_HOROVOD_SECRET_KEY"
-    r"|NVIDIA_.*|KUBERNETES_.*|.*_SERVICE_(HOST|PORT)(_.*)?|.*_PORT_\d+_(TCP|UDP).*|K_MPI_JOB_ROLE"
-    r"|SLURM_.*|SLURMD_.*|SBATCH_.*|LSB_.*|LSF_.*|LS_.*|RINGDANCE_JOB"
+    rf"|NVIDIA_.*|RINGDANCE_JOB|{STAYS}"
 )
 # Settings. They must be the same on all ranks and are always forwarded.
 _GOES = re.compile(r"(RINGDANCE|HOROVOD|OMPI|OPAL|PMIX|PRTE|MPICH|MPIR_CVAR|HYDRA|I_MPI|FI|UCX|NCCL)_.*")

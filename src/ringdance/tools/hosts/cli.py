@@ -26,9 +26,8 @@ examples:
   ringdance hosts copy -H node1,node2 train.py /scratch/         into a directory, under its own name
   ringdance hosts copy --hostfile hosts train.py                 to the same path as here
 
-Without -H and --hostfile, the command uses the hosts that a scheduler allocated: the hosts of a Slurm, LSF or
-SageMaker job, or the workers of an MPIJob or TrainJob. As with `ringdance run`, the hosts need passwordless
-ssh and this Python environment at the same path.
+Without -H and --hostfile, the command uses the hosts that a scheduler has allocated. As with `ringdance run`,
+the hosts need passwordless ssh and this Python environment at the same path.
 
 Each file is written under a temporary name, checked (SHA-256) and then renamed, so it is complete or absent.
 Run the same command again to resume an interrupted copy. Nothing is removed on the hosts. This machine sends
