@@ -103,16 +103,20 @@ def told(_):
     except NotInitializedError as error:
         return hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), str(error)
 
+def say(*words):
+    sys.stdout.write(" ".join(map(str, words)) + "\n")  # in one piece: two processes share the pipe
+    sys.stdout.flush()
+
 if __name__ == "__main__":
     if sys.argv[1] == "inner":
         print("inner", int(hvd.allreduce(hvd.rank() + 1, op=hvd.Sum)), flush=True)
     elif sys.argv[1] == "child":
-        print("child", *told(0), flush=True)
+        say("child", *told(0))
     else:
         method, *nested = sys.argv[1:]
         child = subprocess.Popen([sys.executable, __file__, "child"])
         with multiprocessing.get_context(method).Pool(1) as pool:
-            print(method, *pool.map(told, [0])[0], flush=True)
+            say(method, *pool.map(told, [0])[0])
         assert child.wait() == 0
         if hvd.rank() and nested:
             subprocess.run([*nested, sys.executable, __file__, "inner"], check=True)
