@@ -34,7 +34,7 @@ _WATCH_S = 0.002  # between checks of /dev/shm
 _WATCH_FREE_S = 1.0  # CPU time spent on frequent checks at first, when most files are created
 _WATCH_SHARE = 0.1  # maximum share of a core for later checks
 _POLL_S = 0.1  # minimum time between later checks, and between all checks if the kernel reports no changes
-_OLD_S = 10.0  # a younger directory may not be locked yet
+_OLD_S = 10.0  # a younger directory might not be locked yet
 _NOTES = "shared-memory"
 _OF_TORCH = re.compile(r"torch_(\d+)_")
 # Files in /dev/shm with other names may be the user's own data, even if a process of the job maps them.
@@ -50,7 +50,7 @@ def make_directories(directories: Iterable[str], job: str) -> None:
     Directories next to them that earlier jobs have left, and that no process locks any more, are removed.
 
     Raises:
-        OSError: One cannot be created.
+        OSError: A directory cannot be created.
     """
     for directory in directories:
         for left in abandoned(os.path.dirname(directory)):
@@ -119,8 +119,8 @@ class Cleanup:
 
         Takes tens of milliseconds, at most 4 s, or longer if a monitor is completing a timeline file.
 
-        A job that has not ``failed`` may leave shared memory behind on purpose. Then only memory that is
-        mapped by processes that must be killed here is removed.
+        A job that has not ``failed`` may leave shared memory behind on purpose. In that case, memory is
+        removed only if a process that must be killed here has mapped it.
         """
         self._watching = False
         left = self._end_processes()
@@ -237,7 +237,7 @@ class Cleanup:
 
 
 def _used_by(pids: Iterable[int], seconds: float) -> tuple[set[int], bool]:
-    """Return what processes use in /dev/shm (inodes), and whether all could be inspected in time.
+    """Return the inodes that processes use in /dev/shm, and whether all could be inspected in time.
 
     The kernel blocks the reader of a process's map while that process changes it, sometimes for seconds.
     """
