@@ -15,7 +15,7 @@ from ringdance.host.exit_code import CAUSE_MARK
 from ringdance.launch.hosts import counted
 
 MARK = CAUSE_MARK.encode()
-"""Begins a line that ``parse_mark()`` reads."""
+"""Start of a line that ``parse_mark()`` parses."""
 
 OUTCOME_FILE = "ringdance-outcome.json"
 """File in the output directory of a job that has ended. See ``write_outcome()``."""
@@ -190,7 +190,7 @@ def judge(
         marks: Causes parsed from marked lines in the ranks' output.
         ended: How ranks ended, by rank. Does not contain ranks that are still running.
         outside: Failures of mpiexec, agents or the launcher.
-        mpiexec: Exit code of mpiexec if it has exited. Used if no rank has an exit code of its own.
+        mpiexec: Exit code of mpiexec if it has exited. Used if no rank failed with its own exit code.
 
     Returns:
         None if nothing failed.
@@ -228,7 +228,7 @@ def judge(
 
 
 def _weight(cause: Cause) -> int:
-    """Return a sort key. The cause with the lowest is likeliest to be the first failure. Time breaks ties."""
+    """Return a sort key. The cause with the lowest key is most likely the first failure. Time breaks ties."""
     # If mpiexec dies, ranks may fail before its end is reported, and all wrappers vanish with it.
     of_kind = {"launcher": -1, "vanished": 1, "early": 2, "ended": 3, "peer": 3}
     return of_kind.get(cause.kind, 4 if cause.follows else 0)
@@ -286,7 +286,7 @@ def render(verdict: Verdict, ranks: int, directory: str = "") -> str:
         )
         if cause.traceback:
             traceback = cause.traceback.rstrip()
-            if len(cause.message) > _LONG:  # show it only once
+            if len(cause.message) > _LONG:  # show the message only once
                 text = cause.message[cause.message.find(": ") + 1 :].strip()  # all of it without ": "
                 traceback = traceback.replace(text, "(see above)")
             lines += ["", traceback, ""]

@@ -28,8 +28,8 @@ examples:
   ringdance run -np 4 --autotune --autotune-log-file tune.csv python train.py     then: --tuned tune.json
   ringdance run -np 2 --detach python train.py                    then: ringdance status, attach, stop
 
-Without -H, --hostfile and -np, the hosts are those that a scheduler has allocated: the hosts of a Slurm, LSF
-or SageMaker job, or the workers of an MPIJob or TrainJob.
+Without -H, --hostfile and -np, a scheduler's allocation determines the hosts: the hosts of a Slurm, LSF or
+SageMaker job, or the workers of an MPIJob or TrainJob.
 
 `python` is the interpreter that ringdance is installed in. Each output line is shown as `[rank] text`, or as
 `[rank]<host> text` if there are several hosts.
@@ -154,7 +154,7 @@ def _style(arguments: argparse.Namespace) -> Style:
 
 
 def _exports_of_options(arguments: argparse.Namespace) -> dict[str, str]:
-    """Return the settings, as environment variables, that the options set."""
+    """Return the settings given by options, as environment variables."""
     if arguments.autotune_log_file and not arguments.autotune:
         raise LaunchError("--autotune-log-file has no effect without --autotune. Add --autotune")
     if arguments.autotune_log_file.endswith(".json"):

@@ -115,7 +115,7 @@ class _Agent:
         return limit is not None and now - self._heard > limit
 
     def _check_fullness(self) -> None:
-        """Stop reading the ranks' output while the launcher reads nothing. Send what is unsent once it reads."""
+        """Stop reading the ranks' output while the launcher reads nothing. Send unsent data once it reads."""
         unsent = self._launcher.unsent
         watch(self._selector, 1, selectors.EVENT_WRITE, self._launcher.flush if unsent else None)
         full = unsent > (_FULL_LOCAL if self._local else _FULL)

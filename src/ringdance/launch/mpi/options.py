@@ -14,7 +14,7 @@ RSH_SHIM = "RSH_SHIM"
 """Placeholder for the program that mpiexec runs as ssh. Its path is known only once the job exists."""
 
 MACHINE_FILE = f"{RSH_SHIM}.machines"
-"""Placeholder for a file next to it with the text of ``machine_file()``."""
+"""Placeholder for the file next to that program with the text of ``machine_file()``."""
 
 _OTHER_SCHEDULERS = "^slurm,lsf,pbs,tm,gridengine"
 
@@ -81,7 +81,7 @@ def mpiexec_options(request: MpiexecRequest) -> tuple[list[str], dict[str, str]]
     family = request.mpi.family
     defaults, fixed, variables = (_openmpi if family == "openmpi" else _hydra)(request)
     own = [*(request.binding or ()), *request.more]
-    if family == "openmpi":  # whose older versions also accepted long options with one dash
+    if family == "openmpi":  # older versions also accept long options with one dash
         own = [f"-{word}" if _LONG.fullmatch(word) else word for word in own]
     if request.binding is None:
         for name, *values in reversed(defaults):

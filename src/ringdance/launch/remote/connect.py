@@ -79,7 +79,7 @@ class Remote:
     behind: float = math.inf
 
     def time_here(self, when: float) -> float:
-        """Convert a time in a message that has just arrived from the sender's clock to this host's clock.
+        """Convert a time from the other host's clock to this host's. Its message must have just arrived.
 
         The offset is taken from the message with the shortest delay so far.
         """
@@ -302,7 +302,7 @@ def _start(host: str, command: Sequence[str], **options: Any) -> Remote:
     """Start an agent, or the ssh or srun that starts it. ``options`` are passed to ``subprocess.Popen``."""
     with _starting:
         # Only the launcher handles signals that end the job. It notifies the agents with messages. If a
-        # scheduler's signal to all processes ended an ssh, the ranks on that host would be killed.
+        # scheduler's signal to all processes ended an ssh process, the ranks on its host would be killed.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING if command[0] == "ssh" else ())
         try:
             process = subprocess.Popen(

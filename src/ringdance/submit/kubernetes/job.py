@@ -92,7 +92,7 @@ class JobRequest:
     name: str = option("name of the job", "train")
     image: str = option("container image, with ringdance, your packages, ssh and sshd", "")
     workers: int = option("number of worker pods", 2, minimum=1)
-    slots: int | None = option("ranks on each worker (default: its GPUs, or 1)", type=int, minimum=1)
+    slots: int | None = option("ranks on each worker (default: one per GPU, or 1)", type=int, minimum=1)
     gpus: int = option("GPUs on each worker", 0, minimum=0)
     cpus: str = option("cores on each worker", "", **{**_SIZE, "metavar": "N"})
     memory: str = option("memory of each worker, such as 32Gi", "", **_SIZE)
