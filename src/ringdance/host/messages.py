@@ -145,7 +145,7 @@ class Frames:
     @classmethod
     def pack(cls, text: bytes, payload: bytes | memoryview = b"") -> bytes:
         """Return the bytes of a message. ``text`` is its JSON."""
-        # The final newline is for srun, which forwards whole lines at once but holds back incomplete ones.
+        # The final newline is for srun, which forwards complete lines immediately but holds back other data.
         return cls._HEAD.pack(len(text), len(payload)) + text + payload + b"\n"
 
     def receive(self) -> tuple[list[tuple[dict[str, Any], bytes]], bool]:

@@ -1,4 +1,4 @@
-"""Find out why a job failed: tell the first failure from those that follow from it."""
+"""Find out why a job failed: distinguish the first failure from the failures that follow from it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _LOST_PEER = "MPI_ERR_PROC_FAILED"  # raised by mpi4py when a peer has died
 _LOST_PEER_CODES = (14, 75, 76)
 _RECORD = re.compile(r" \(Last batches: \S+\)")
 _KILLED = "sent by a user, or by the kernel because memory had run out (see dmesg)"
-_LATE_S = 0.5  # peers may notice that a rank has exited before its wrapper does
+_LATE_S = 0.5  # peers may notice a rank's exit before its wrapper does
 
 
 @dataclass(frozen=True)
@@ -249,7 +249,7 @@ def _early(found: Mapping[int, Cause], ended: Mapping[int, Ended]) -> list[Cause
 
 
 def _code(first: Cause, ended: Mapping[int, Ended], others: Sequence[Cause]) -> int:
-    """Return the exit code of the first failed rank that chose its own, 0 if there is none.
+    """Return the exit code of the first failed rank that was not ended by a launcher, 0 if there is none.
 
     As in a shell, the exit code of a process killed by a signal is 128 + the signal's number.
     """

@@ -250,7 +250,7 @@ def _variables(
 
 
 def _removed(environ: Mapping[str, str]) -> list[str]:
-    """Return the variables to remove. In another MPI job, mpiexec would otherwise pass for one of its ranks."""
+    """Return variables to remove, so that mpiexec in another MPI job is not taken for a rank of that job."""
     prefixes = (*_OF_A_RANK, *_OF_A_SCHEDULER, *(["MASTER_PORT"] if MARKER in environ else []))
     names = (name for name in environ if not name.startswith("PMIX_MCA_"))  # the user's settings
     return sorted(name for name in names if name.startswith(prefixes))

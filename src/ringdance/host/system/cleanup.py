@@ -47,7 +47,7 @@ _OF_LIBRARIES = re.compile(
 def make_directories(directories: Iterable[str], job: str) -> None:
     """Create a job's directories and lock them while this process, or one that it forks, lives.
 
-    Directories next to them that earlier jobs have left, and that no process locks any more, are removed.
+    Directories next to them that earlier jobs have left behind, and that no process has locked, are removed.
 
     Raises:
         OSError: A directory cannot be created.
@@ -56,7 +56,7 @@ def make_directories(directories: Iterable[str], job: str) -> None:
         for left in abandoned(os.path.dirname(directory)):
             shutil.rmtree(left, ignore_errors=True)
         os.mkdir(directory, 0o700)
-        with contextlib.suppress(OSError):  # without it, no later job will remove the directory
+        with contextlib.suppress(OSError):  # without the symlink, no later job will remove the directory
             # A short symlink is stored in its inode, so this works even on a full disk.
             os.symlink(job, os.path.join(directory, linux.MARKER))
         descriptor = os.open(directory, os.O_RDONLY)  # never closed: the lock ends with the process
@@ -130,7 +130,7 @@ class Cleanup:
             shutil.rmtree(directory, ignore_errors=True)
         self._remove_shared()
         if self.backup:
-            with contextlib.suppress(ChildProcessError):  # it was killed, and its pid may have been reused
+            with contextlib.suppress(ChildProcessError):  # if it was killed, its pid may be in use
                 os.waitid(os.P_PID, self.backup, os.WEXITED | os.WNOHANG | os.WNOWAIT)
                 linux.send_signal(self.backup, signal.SIGKILL)
         return not left
@@ -140,7 +140,7 @@ class Cleanup:
         self._pids.add(pid)
 
     def watch(self) -> None:
-        """Note which shared memory the job uses from now on. See Note [What is removed from /dev/shm]."""
+        """From now on, note which shared memory the job uses. See Note [What is removed from /dev/shm]."""
         if self._watching:
             return
         self._watching = True
@@ -181,7 +181,7 @@ class Cleanup:
             return set()
 
     def fork_backup(self) -> None:
-        """Fork a process that cleans up if this one is killed. ``run()`` ends it too."""
+        """Fork a process that cleans up if this one is killed. ``run()`` kills the forked process."""
         read, write = os.pipe()
         self.backup = os.fork()
         if self.backup:

@@ -201,7 +201,7 @@ def name_of(pid: int) -> str:
 def grace(pid: int) -> float:
     """Return the seconds that a helper has to exit once its job's ranks are dead, or 0 if not a helper.
 
-    In that time some helpers remove shared memory, and the monitor completes the timeline and the metrics.
+    In that time, some helpers remove shared memory, and the monitor completes the timeline and the metrics.
     """
     line = _read(f"/proc/{pid}/cmdline")
     if b"ringdance.core.monitor.main" in line:

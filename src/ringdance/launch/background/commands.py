@@ -72,7 +72,7 @@ def _status(arguments: argparse.Namespace) -> int:
         print(json.dumps(entries, indent=2))
     elif selected:
         text = "\n".join(table([_HEAD, *map(_row, selected)]))
-        print(text.encode(errors="backslashreplace").decode())  # arguments may not be UTF-8
+        print(text.encode(errors="backslashreplace").decode())  # arguments might not be UTF-8
     else:
         print("no jobs. `ringdance run --detach` starts a job in the background")
     return (selected[0].code or int(selected[0].state == "lost")) if arguments.job else 0

@@ -132,7 +132,7 @@ def _probe(wheels: list[Mpi]) -> Mpi:
     problem = f"mpi4py loads {version!r}{where}, but no mpiexec of {family} {major or ''} was found"
     if refused:
         others = "; ".join(f"{path}: {why}" for path, why in refused.items())
-        problem += f". Other mpiexecs cannot start the library's ranks ({others}). Put its own first in PATH"
+        problem += f". Other mpiexecs cannot start its ranks ({others}). Put the library's first in PATH"
     raise _missing(problem, _WHEELS[family])
 
 

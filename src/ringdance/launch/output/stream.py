@@ -71,8 +71,8 @@ def guarded(name: str, sink: Sink, warn: Sink) -> Sink:
         except OSError as error:
             failed = True
             warn(
-                f"ringdance: cannot write to {name}: {error.strerror}. The job continues, but writes "
-                "nothing more there\n".encode()
+                f"ringdance: cannot write to {name}: {error.strerror}. The job continues, but nothing "
+                "more is written there\n".encode()
             )
 
     return write

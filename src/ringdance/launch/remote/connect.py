@@ -168,7 +168,7 @@ def connect(
 def attempt(
     hosts: Sequence[str], shell: RemoteShell, timeout: float, log: Callable[[str], None] = lambda text: None
 ) -> tuple[dict[str, Remote], dict[str, LaunchError]]:
-    """Start agents like ``connect()``. Return those that answer, and the problems of the other hosts."""
+    """Start agents like ``connect()``. Return the agents that answer, and the other hosts' problems."""
     allow_open_files(PIPES * len(hosts), counted(len(hosts), "host"))
     agents: dict[str, Remote] = {}
     problems: dict[str, LaunchError] = {}

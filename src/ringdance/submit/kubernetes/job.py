@@ -109,7 +109,7 @@ class JobRequest:
     secret_env: Mapping[str, tuple[str, str]] = option(
         "environment variable for the ranks, from a Secret", dict, metavar="NAME=SECRET/KEY", convert=_secrets
     )
-    mpi: str = option("MPI in the image", "OpenMPI", choices=("OpenMPI", "MPICH", "Intel"))
+    mpi: str = option("MPI library in the image", "OpenMPI", choices=("OpenMPI", "MPICH", "Intel"))
     retries: int = option("restarts of the launcher after a failure", 0, minimum=0)
     limit: int | None = option("stop the job after S seconds (default: no limit)", type=int, metavar="S")
     node_selector: Mapping[str, str] = option(
@@ -117,7 +117,7 @@ class JobRequest:
         convert=lambda texts: pairs("--node-selector", texts),
     )  # fmt: skip
     pull_secrets: Sequence[str] = option("Secret for the registry", list, "--pull-secret", metavar="NAME")
-    command: Sequence[str] = option("command of each rank, after --", (), "COMMAND", nargs="*")
+    command: Sequence[str] = option("command that each rank runs, after --", (), "COMMAND", nargs="*")
 
     @property
     def slots_per_worker(self) -> int:
