@@ -40,7 +40,7 @@ class Rank:
 
 
 class RankTable:
-    """All ranks in a job. Once a rank has connected, it is found by its number.
+    """All ranks in a job. Once a rank has connected, it can be looked up by its number.
 
     The cost of a message, and of each iteration of the job's event loop, is independent of the number of
     ranks.
@@ -173,7 +173,7 @@ class RankTable:
         return waiting
 
     def ended_by_mpiexec(self, numbers: Sequence[int]) -> list[float]:
-        """Return the end times of the given ranks, except ranks that mpiexec did not end."""
+        """Return the end times of the ranks in ``numbers`` that mpiexec ended."""
         ends = (self._ranks[number].ended for number in numbers if number in self._ranks)
         return [end.time for end in ends if end and end.by_mpiexec]
 

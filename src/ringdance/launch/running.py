@@ -285,7 +285,7 @@ class RunningJob:
         # Open MPI's daemon exits only after its ranks have exited, or because of an earlier failure.
         running = self._ranks.connected and not self._ranks.completed and self._stage.state not in ENDING
         if code and running and self._plan.mpi.family == "openmpi":
-            before = self._ranks.ended_by_mpiexec(host.ranks)  # because this daemon ended them
+            before = self._ranks.ended_by_mpiexec(host.ranks)  # these were ended by this daemon
             why = f"mpiexec's daemon (prted) exited with code {code} while ranks were running. Was it killed?"
             self._fail(f"{self._plan.named(host.name)}: {why}", 1, "daemon", min([when, *before]))
 

@@ -34,7 +34,7 @@ class Shutdown:
         self.caused_failures = True
 
     def add(self, number: int, latest: float, caused_failures: bool) -> None:
-        """Record a signal. After the first, ranks have until ``latest`` at most. A later SIGINT ends it."""
+        """Record a signal. The first gives ranks until ``latest`` at most. A later SIGINT ends their time."""
         now = time.monotonic()
         if not self.signal:
             self.signal, self.came, self.caused_failures = number, now, caused_failures

@@ -128,7 +128,7 @@ class _Agent:
     def _from_launcher(self) -> None:
         messages, alive = self._launcher.receive()
         self._heard = now = time.monotonic()
-        # While the launcher is sending a large file, its pings are queued behind the file. Answer anyway.
+        # While the launcher is sending a large file, its pings wait behind it. Answer before reading them.
         if self._timeout is not None and now - self._answered > _ANSWER_S:
             self._launcher.send({"pong": True})
             self._answered = now

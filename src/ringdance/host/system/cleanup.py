@@ -130,7 +130,7 @@ class Cleanup:
             shutil.rmtree(directory, ignore_errors=True)
         self._remove_shared()
         if self.backup:
-            with contextlib.suppress(ChildProcessError):  # if it was killed, its pid may be in use
+            with contextlib.suppress(ChildProcessError):  # if it was killed, its pid may be reused
                 os.waitid(os.P_PID, self.backup, os.WEXITED | os.WNOHANG | os.WNOWAIT)
                 linux.send_signal(self.backup, signal.SIGKILL)
         return not left

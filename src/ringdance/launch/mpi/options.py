@@ -180,7 +180,7 @@ def _hydra(request: MpiexecRequest) -> _Options:
         fixed += ["-v6"] if request.networks.ipv6 else []
     else:
         # Run the script through a shell, because /tmp may be mounted noexec. session_environment() sets the
-        # script's path. With the launcher "ssh" instead of "rsh", Hydra would insert -x as the first argument.
+        # script's path. With the launcher "ssh" instead of "rsh", Hydra would put -x before the arguments.
         fixed = [launcher, "rsh", f"{launcher}-exec", "/bin/sh", "-genvnone"]
         fixed += ["-hosts", _host_list(request.hosts, ",")]
     names = {interface for host in request.hosts for interface in host.interfaces}

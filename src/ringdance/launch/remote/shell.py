@@ -20,7 +20,7 @@ _SSH = ("BatchMode=yes", "ConnectTimeout=10", "LogLevel=ERROR")
 
 SSH_ADVICE = (
     (
-        "IDENTIFICATION HAS CHANGED", "its key has changed: the host was reinstalled or another host replies",
+        "IDENTIFICATION HAS CHANGED", "its key has changed: the host was reinstalled or another is answering",
         "if the host was reinstalled, run ssh-keygen -R HOST",
     ),
     (
