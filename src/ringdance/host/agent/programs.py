@@ -93,7 +93,7 @@ class Programs:
             self._restricted, self.restricting = process.pid, _RESTRICT_S
 
     def restrict(self) -> None:
-        """Hide the sockets on which mpiexec currently listens from the network."""
+        """Hide mpiexec's current listening sockets from the network."""
         if self.restricting is not None:
             try:
                 restrict(self._restricted)

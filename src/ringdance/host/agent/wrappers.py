@@ -23,7 +23,7 @@ class _Connection:
 
 
 class Wrappers:
-    """Accepts connections of wrappers, and passes messages between them and the launcher.
+    """Accepts connections from wrappers, and passes messages between them and the launcher.
 
     Args:
         launcher: Receives reports and output.
