@@ -247,7 +247,7 @@ class _Agent:
         return [(name, open(os.path.join(self._directory, name), "rb")) for name in kept]
 
     def _drain(self, most: int) -> bool:
-        """Wait until at most ``most`` bytes are unsent. Returns False if the launcher stopped reading."""
+        """Wait until at most ``most`` bytes are unsent. Returns False if the launcher has stopped reading."""
         until = time.monotonic() + _DRAIN_S
         while self._launcher.open and (unsent := self._launcher.unsent) > most:
             readable, _, _ = select.select([0], [1], [], self._heartbeats.send() or 0.1)

@@ -362,7 +362,7 @@ def _why(remote: Remote, program: str, python: str) -> _Problem:
         )
     if "ModuleNotFoundError" in error and (python or "'host'" in error):
         where = "" if python else f" in {package_directory()}"
-        return _Problem(f"{here} there has no ringdance{where}", "Install it there in the same way as here")
+        return _Problem(f"{here} there has no ringdance{where}", "Install it there as you did here")
     if program == "ssh" and code == 255:
         output = remote.errors.decode(errors="replace")
         known = (f"{problem}: {fix}" for pattern, problem, fix in SSH_ADVICE if re.search(pattern, output))
@@ -389,7 +389,7 @@ def _unfit(remotes: Iterable[Remote]) -> dict[str, LaunchError]:
             )
         elif facts.python.split(".")[:2] != here.python.split(".")[:2]:
             problems[remote.host] = LaunchError(
-                f"{facts.executable} is Python {facts.python} there, {here.python} here",
+                f"{facts.executable} is Python {facts.python} there, but {here.python} here",
                 "Use the same version on all hosts",
             )
         elif facts.identity in seen:
