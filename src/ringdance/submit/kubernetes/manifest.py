@@ -49,7 +49,7 @@ def _given(document: Document) -> Document:
 
 def _mpijob(request: JobRequest) -> Document:
     policy = {
-        "cleanPodPolicy": "Running",  # delete workers once the launcher exits; keep the launcher's pod and log
+        "cleanPodPolicy": "Running",  # when the launcher exits, delete the workers but keep its pod and log
         "ttlSecondsAfterFinished": _KEPT_S,
         "backoffLimit": request.retries,
         "activeDeadlineSeconds": request.limit,
