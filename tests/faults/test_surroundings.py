@@ -17,7 +17,7 @@ from sampled import sampled_rows
 from ringdance.launch.mpi import find_mpi
 
 RUN = f"{sys.executable} -m ringdance run -np 2"
-FULL = "No space left on device. The job continues, but writes nothing more there"
+FULL = "No space left on device. The job continues, but nothing more is written there"
 SPACES = pytest.mark.skipif(bool(here_hosts.why_not()), reason=f"namespaces: {here_hosts.why_not()}")
 NEW = "unshare --user --map-root-user"
 

@@ -28,7 +28,7 @@ def usable(bases: Iterable[str]) -> tuple[list[str], str]:
 
 def _unusable(base: str) -> str:
     if not os.path.isabs(base) or os.pathsep in base or base.split() != [base]:
-        return f"it is relative, or contains a {os.pathsep!r} or blank"
+        return f"it is relative, or contains a {os.pathsep!r} or a blank"
     if len(base.encode()) > _LONGEST:
         return f"its path is longer than {_LONGEST} bytes"
     if not os.path.isdir(base):
@@ -37,7 +37,7 @@ def _unusable(base: str) -> str:
         return "it is not writable"
     room = os.statvfs(base)
     full = room.f_bavail * room.f_frsize < _ROOM or (room.f_files and room.f_favail < _FILES)
-    return f"it has no space for {_ROOM >> 20} MiB in {_FILES} files" if full else ""
+    return f"it has no space for {_FILES} files of {_ROOM >> 20} MiB in total" if full else ""
 
 
 def is_own(directory: str) -> bool:
@@ -68,7 +68,7 @@ def free_port() -> tuple[socket.socket | None, int]:
 
 
 def host_name() -> str:
-    """Return this host's name for a path, in at most 20 characters. Long names often start or end alike."""
+    """Return this host's name for use in paths. Long names are shortened, but stay distinct."""
     name = os.uname().nodename
     return name if len(name) <= 20 else f"{name[:11]}.{zlib.crc32(name.encode()):08x}"
 
@@ -88,7 +88,7 @@ TIMELINE = "timeline."
 """Prefix of a timeline file in the job's directory, which the launcher receives at the end."""
 
 OUTPUT = "output"
-"""Name in another host's job directory, whose contents go to the launcher's ``--output-filename``."""
+"""Subdirectory of the job directory on other hosts. Its contents go to the launcher's output directory."""
 
 METRICS_DIR = "RINGDANCE_METRICS_DIR"
 """Environment variable with the directory of the metrics files."""

@@ -1,4 +1,4 @@
-"""Read files that a job has left, and write text files atomically.
+"""Read files that a job has left behind, and write text files atomically.
 
 A file that is read may be damaged, or may not be a regular file at all.
 """

@@ -47,7 +47,7 @@ def cgroups(controller: str) -> Iterator[str]:
 
 
 def affinity(pid: int = 0) -> set[int]:
-    """Return the numbers of the cores a process may run on, or this process's if they cannot be read."""
+    """Return the cores that a process may run on, or this process's cores if they cannot be read."""
     try:
         return os.sched_getaffinity(pid)
     except AttributeError:  # not Linux

@@ -24,7 +24,7 @@ AGENT_SPEAKS = b"\n::ringdance-agent::\n"
 def watch(
     selector: selectors.BaseSelector, descriptor: int, event: int, action: Callable[[], Any] | None
 ) -> None:
-    """Register an action for a descriptor, or unregister the descriptor if there is none. May be repeated."""
+    """Register an action for a descriptor, or unregister it if ``action`` is None. May be repeated."""
     known = selector.get_map().get(descriptor) is not None
     if action and not known:
         selector.register(descriptor, event, action)
@@ -80,7 +80,7 @@ class Frames:
 
     Args:
         read, write: Descriptors, which become non-blocking. They may be the same.
-        after: Text before the first message. Anything before it (a shell's greeting) goes to ``preamble``.
+        after: Text that precedes the first message. Earlier text (a shell's greeting) goes to ``preamble``.
     """
 
     _HEAD = struct.Struct("!II")  # bytes of text and of payload
@@ -145,7 +145,7 @@ class Frames:
     @classmethod
     def pack(cls, text: bytes, payload: bytes | memoryview = b"") -> bytes:
         """Return the bytes of a message. ``text`` is its JSON."""
-        # The final newline is for srun, which forwards whole lines at once but holds back incomplete ones.
+        # The final newline is for srun, which forwards complete lines immediately but holds back other data.
         return cls._HEAD.pack(len(text), len(payload)) + text + payload + b"\n"
 
     def receive(self) -> tuple[list[tuple[dict[str, Any], bytes]], bool]:

@@ -128,7 +128,7 @@ class Agents:
         return {host: agent.problem for host, agent in self._all.items() if agent.problem}
 
     def doing(self, host: str, connected: int) -> str:
-        """Describe how far a host's start has come. ``connected`` of its ranks have connected so far."""
+        """Describe how far a host has started. ``connected`` is the number of its connected ranks."""
         agent = self._all[host]
         silent = not agent.local and time.monotonic() - agent.heard > _LATE_S
         state = "nothing has been started there" if agent.ready else "it has not created the job's directory"

@@ -1,4 +1,4 @@
-"""Find out why a job failed: tell the first failure from those that follow from it."""
+"""Find out why a job failed: distinguish the first failure from the failures that follow from it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ringdance.host.exit_code import CAUSE_MARK
 from ringdance.launch.hosts import counted
 
 MARK = CAUSE_MARK.encode()
-"""Begins a line that ``parse_mark()`` reads."""
+"""Start of a line that ``parse_mark()`` parses."""
 
 OUTCOME_FILE = "ringdance-outcome.json"
 """File in the output directory of a job that has ended. See ``write_outcome()``."""
@@ -31,7 +31,7 @@ _LOST_PEER = "MPI_ERR_PROC_FAILED"  # raised by mpi4py when a peer has died
 _LOST_PEER_CODES = (14, 75, 76)
 _RECORD = re.compile(r" \(Last batches: \S+\)")
 _KILLED = "sent by a user, or by the kernel because memory had run out (see dmesg)"
-_LATE_S = 0.5  # peers may notice that a rank has exited before its wrapper does
+_LATE_S = 0.5  # peers may notice a rank's exit before its wrapper does
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ def judge(
         marks: Causes parsed from marked lines in the ranks' output.
         ended: How ranks ended, by rank. Does not contain ranks that are still running.
         outside: Failures of mpiexec, agents or the launcher.
-        mpiexec: Exit code of mpiexec if it has exited. Used if no rank has an exit code of its own.
+        mpiexec: Exit code of mpiexec if it has exited. Used if no rank failed with its own exit code.
 
     Returns:
         None if nothing failed.
@@ -228,7 +228,7 @@ def judge(
 
 
 def _weight(cause: Cause) -> int:
-    """Return a sort key. The cause with the lowest is likeliest to be the first failure. Time breaks ties."""
+    """Return a sort key. The cause with the lowest key is most likely the first failure. Time breaks ties."""
     # If mpiexec dies, ranks may fail before its end is reported, and all wrappers vanish with it.
     of_kind = {"launcher": -1, "vanished": 1, "early": 2, "ended": 3, "peer": 3}
     return of_kind.get(cause.kind, 4 if cause.follows else 0)
@@ -249,7 +249,7 @@ def _early(found: Mapping[int, Cause], ended: Mapping[int, Ended]) -> list[Cause
 
 
 def _code(first: Cause, ended: Mapping[int, Ended], others: Sequence[Cause]) -> int:
-    """Return the exit code of the first failed rank that chose its own, 0 if there is none.
+    """Return the exit code of the first failed rank that was not ended by a launcher, 0 if there is none.
 
     As in a shell, the exit code of a process killed by a signal is 128 + the signal's number.
     """
@@ -286,7 +286,7 @@ def render(verdict: Verdict, ranks: int, directory: str = "") -> str:
         )
         if cause.traceback:
             traceback = cause.traceback.rstrip()
-            if len(cause.message) > _LONG:  # show it only once
+            if len(cause.message) > _LONG:  # show the message only once
                 text = cause.message[cause.message.find(": ") + 1 :].strip()  # all of it without ": "
                 traceback = traceback.replace(text, "(see above)")
             lines += ["", traceback, ""]

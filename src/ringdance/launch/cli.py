@@ -153,7 +153,7 @@ def _style(arguments: argparse.Namespace) -> Style:
 
 
 def _exports_of_options(arguments: argparse.Namespace) -> dict[str, str]:
-    """Return the settings, as environment variables, that the options set."""
+    """Return the settings given by options, as environment variables."""
     if arguments.autotune_log_file and not arguments.autotune:
         raise LaunchError("--autotune-log-file has no effect without --autotune. Add --autotune")
     if arguments.autotune_log_file.endswith(".json"):

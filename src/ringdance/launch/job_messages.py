@@ -52,7 +52,7 @@ def job_messages(
         output_directory: Directory for files that other hosts send at the end. "" for none.
     """
     common: dict[str, Any] = {"job": place.id, "bases": place.bases, "environ": {}, "needed": []}
-    # Hydra's daemons change to mpiexec's working directory, which may not exist on other hosts. The ranks
+    # Hydra's daemons change to mpiexec's working directory, which might not exist on other hosts. The ranks
     # change to their own directory.
     local = {**common, "launcher": None, "cwd": "/" if plan.paths_differ else os.getcwd()}
     session = session_environment(plan.mpi.family, OWN_DIRECTORY, SHARED)

@@ -142,7 +142,7 @@ def number(text: str) -> float:
 
 
 def as_program(name: str, action: Callable[[], int]) -> int:
-    """Run ``action``, the body of a command, and return its exit code. Errors are printed in one line."""
+    """Run ``action``, the body of a command, and return its exit code. Errors are printed on one line."""
     try:
         return action()
     except SystemExit as end:  # argparse has already printed the error or the help

@@ -236,7 +236,7 @@ def _variables(
     exports, variables, threads = dict(spec.exports), {"PYTHONUNBUFFERED": "1"}, None
     if "PYTHONFAULTHANDLER" not in environ:  # so that a fatal signal prints a traceback
         variables["PYTHONFAULTHANDLER"] = "1"
-    if MARKER in environ or "MASTER_ADDR" not in environ:  # ignore the address for an outer job
+    if MARKER in environ or "MASTER_ADDR" not in environ:  # ignore the address of an outer job
         variables["MASTER_ADDR"] = master
     path = exports.get("PYTHONPATH", environ.get("PYTHONPATH"))
     exports["PYTHONPATH"] = os.pathsep.join([_SITE, *([path] if path else [])])
@@ -250,7 +250,7 @@ def _variables(
 
 
 def _removed(environ: Mapping[str, str]) -> list[str]:
-    """Return variables to remove, lest mpiexec inside another MPI job be taken for one of its ranks."""
+    """Return variables to remove, so that mpiexec in another MPI job is not taken for a rank of that job."""
     prefixes = (*_OF_A_RANK, *_OF_A_SCHEDULER, *(["MASTER_PORT"] if MARKER in environ else []))
     names = (name for name in environ if not name.startswith("PMIX_MCA_"))  # the user's settings
     return sorted(name for name in names if name.startswith(prefixes))

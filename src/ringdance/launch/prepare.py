@@ -56,7 +56,7 @@ class PreparedJob:
 
 
 Check = Callable[[PreparedJob, Log], None]
-"""Checks a prepared job. Raises LaunchError if it must not start."""
+"""Checks a prepared job. Raises LaunchError if the job must not start."""
 
 
 def prepare(

@@ -40,7 +40,7 @@ class Rank:
 
 
 class RankTable:
-    """All ranks in a job, by number once they have connected.
+    """All ranks in a job. Once a rank has connected, it can be looked up by its number.
 
     The cost of a message, and of each iteration of the job's event loop, is independent of the number of
     ranks.
@@ -59,12 +59,12 @@ class RankTable:
         self._ranks: dict[int, Rank] = {}
         self._by_link: dict[RankLink, Rank] = {}
         self._to_start, self._to_end = set(self._host_of), set(self._host_of)
-        self._holding: dict[int, Rank] = {}  # running ranks with a traceback held back, the longest first
+        self._holding: dict[int, Rank] = {}  # running ranks with a traceback held back, longest-held first
         self.lost_hosts: set[str] = set()
         self.alone: dict[int, str] = {}  # framework by rank, for ranks that have not called init()
 
     def add(self, link: RankLink, hello: Mapping[str, Any]) -> str:
-        """Let a rank start. Returns "", or the reason if the rank must not start.
+        """Let a rank start. Returns the reason if it must not start, otherwise "".
 
         Args:
             link: Connection to the rank's wrapper.
@@ -173,7 +173,7 @@ class RankTable:
         return waiting
 
     def ended_by_mpiexec(self, numbers: Sequence[int]) -> list[float]:
-        """Return the end times of those of these ranks that were ended by mpiexec."""
+        """Return the end times of the ranks in ``numbers`` that mpiexec ended."""
         ends = (self._ranks[number].ended for number in numbers if number in self._ranks)
         return [end.time for end in ends if end and end.by_mpiexec]
 

@@ -34,7 +34,7 @@ _RANK_FAILED_S = 1.0
 _RANK_KILLED_S = 0.5  # this rank cannot have reported why it ended
 _OVER_S = 3.0  # for mpiexec to exit; it sometimes hangs
 _OVER_LATE_S = 0.05  # the same, but after a failure or the end of mpiexec, or while the job was stopping
-_STOP_S = 0.8  # from a signal until the launcher says how long it waits for the ranks
+_STOP_S = 0.8  # from a signal until the launcher says how long it will wait for the ranks
 _TERM_S = 0.2  # from SIGTERM after a failure until the ranks are killed
 
 _OWN_FAILURE_S = 1.0  # for a running rank that has reported its own failure; its exit code becomes the job's
@@ -150,7 +150,7 @@ class RunningJob:
             self._handle(Event.TIMEOUT, _TERM_S)
 
     def _extension(self) -> float:
-        """Return by how many seconds to extend the state's deadline, 0 or less if there is no reason."""
+        """Return the seconds by which to extend the state's deadline, 0 or less if there is no reason to."""
         state = self._stage.state
         if state in (State.CLEANING_REMOTE, State.CLEANING_LOCAL):
             # Agents may still be sending results and output, which may be large.
@@ -181,7 +181,7 @@ class RunningJob:
         left = self._shutdown.kill_at - time.monotonic()
         if left <= 0 or self._ranks.idle:
             return 0.0
-        limit = "time" if self._spec.grace >= 3600 else f"{self._spec.grace:g} s"  # in the background
+        limit = "time" if self._spec.grace >= 3600 else f"{self._spec.grace:g} s"  # for background jobs
         name = signal_name(self._shutdown.signal)
         self._screen.show(f"{name}: the ranks have {limit} to exit. Press Ctrl-C (SIGINT) to kill them now")
         return left
@@ -285,7 +285,7 @@ class RunningJob:
         # Open MPI's daemon exits only after its ranks have exited, or because of an earlier failure.
         running = self._ranks.connected and not self._ranks.completed and self._stage.state not in ENDING
         if code and running and self._plan.mpi.family == "openmpi":
-            before = self._ranks.ended_by_mpiexec(host.ranks)  # which this daemon did
+            before = self._ranks.ended_by_mpiexec(host.ranks)  # these were ended by this daemon
             why = f"mpiexec's daemon (prted) exited with code {code} while ranks were running. Was it killed?"
             self._fail(f"{self._plan.named(host.name)}: {why}", 1, "daemon", min([when, *before]))
 

@@ -9,13 +9,13 @@ from typing import Any
 from ringdance.launch.cause import signal_name
 
 _STAY_S = 1.5
-_SAME_S = 0.2  # signals this close may be the same one, sent to all processes
+_SAME_S = 0.2  # signals this close together may be one signal, sent to all processes
 _OF_A_TERMINAL: dict[int, str] = {signal.SIGINT: "Ctrl-C", signal.SIGHUP: "its terminal"}
-_BEFORE_KILL_S = 5.0  # after SIGTERM that follows SIGINT: LSF sends both, then SIGKILL, 10 s apart
+_BEFORE_KILL_S = 5.0  # after a SIGTERM that follows SIGINT: LSF sends both, then SIGKILL, 10 s apart
 
 
 class Shutdown:
-    """Follows the signals that end a job.
+    """Keeps track of the signals that end a job.
 
     Args:
         grace: Seconds that ranks have to exit after the first signal.
@@ -34,7 +34,7 @@ class Shutdown:
         self.caused_failures = True
 
     def add(self, number: int, latest: float, caused_failures: bool) -> None:
-        """Record a signal. After the first, ranks have until ``latest`` at most. A later SIGINT ends that."""
+        """Record a signal. The first gives ranks until ``latest`` at most. A later SIGINT ends their time."""
         now = time.monotonic()
         if not self.signal:
             self.signal, self.came, self.caused_failures = number, now, caused_failures

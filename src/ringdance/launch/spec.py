@@ -41,8 +41,8 @@ class JobSpec:
             machine.
         source: Where ``hosts`` were specified, for display.
         shell: How to reach other hosts, unless a scheduler defines it.
-        interfaces: Names of the network interfaces to use. If empty, use those that connect all hosts.
-        chdir: Working directory of the ranks, on this host only if it exists. "" means the launcher's path.
+        interfaces: Names of the network interfaces to use. If empty, use the ones that connect all hosts.
+        chdir: Working directory of the ranks, used on this host only if it exists. "" means the launcher's.
         check: If True, query other hosts before planning. Required to start the job.
         exports: Variables to set for the ranks.
         forward: If True, ranks on other hosts get the launcher's variables, otherwise only settings.

@@ -82,7 +82,7 @@ class Stage:
         Args:
             event: The event.
             seconds: Time until the deadline of the state that the event leads to, unless ``LIMITS`` defines
-                that time or the present deadline is earlier.
+                that time or the current deadline is earlier.
         """
         state = State.DONE if event is Event.LOST else TRANSITIONS[self.state].get(event)
         if state is None:

@@ -23,7 +23,8 @@ def run_in_terminal(prepared: PreparedJob) -> int:
     if prepared.spec.verbose:
         print(prepared.plan.describe(os.environ), file=sys.stderr)
     sys.stdout.flush()
-    # Do not read a terminal: a prompt would wait for the end of its line, and a background job steal input.
+    # Do not read from a terminal: a prompt would not be shown until its line ends, and a background job
+    # would steal input.
     stdin = -1 if sys.stdin is None or sys.stdin.isatty() else 0
     first = prepared.plan.hosts[0]
     if stdin == 0 and not first.local and _waits(stdin):
@@ -45,7 +46,7 @@ def show_outcome(outcome: Verdict | int, prepared: PreparedJob, screen: Screen) 
 
 
 def _waits(descriptor: int) -> bool:
-    """Return True if there are bytes to read from a file, or already in a pipe."""
+    """Return True if a file has bytes to read, or if a pipe already contains some."""
     try:
         return any(fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4)))
     except OSError:  # /dev/null

@@ -110,7 +110,7 @@ def pairs(flag: str, texts: Sequence[str]) -> dict[str, str]:
     """Split texts of the form NAME=VALUE.
 
     Raises:
-        LaunchError: A text has another form.
+        LaunchError: A text does not have this form.
     """
     for text in texts:
         if not text.partition("=")[0] or "=" not in text:

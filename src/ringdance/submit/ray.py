@@ -303,7 +303,7 @@ def _pack(fn: Callable[..., Any], args: _Args = None, kwargs: _Kwargs = None) ->
 
 
 def _fitting(bundles: Sequence[Mapping[str, float]], needs: Sequence[Mapping[str, float]]) -> list[int]:
-    """Choose a bundle in the placement group for each entry of ``needs``. Returns the bundles' indices.
+    """Choose a bundle in the placement group for each entry in ``needs``. Returns the bundles' indices.
 
     Raises:
         LaunchError: There are too few bundles, or they are too small.

@@ -134,7 +134,7 @@ class Node:
         return next((f": {cause.message}" for cause in causes if cause.rank == rank), "")
 
     def close(self, seconds: float) -> None:
-        """Close the connections, so that this machine's ranks exit, and wait for a job that runs here."""
+        """Close the connections, so that this machine's ranks exit. Wait for a job that is running here."""
         for connection, _ in self._ranks.values():
             connection.close()
         if self._outcome is None:

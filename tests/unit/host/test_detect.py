@@ -95,7 +95,7 @@ def test_a_step_is_not_confined_to_one_task(
     for host in ("n1", "n2"):
         words = step(host, ["x"], {**kept, **sizes, "SLURM_JOB_ID": "8"})
         assert "gres" not in " ".join(words)
-    assert capsys.readouterr().err.count("show job 8: no controller. Ranks may not see all GPUs") == 1
+    assert capsys.readouterr().err.count("show job 8: no controller. Ranks might not see all GPUs") == 1
 
 
 def test_a_slurm_allocation_that_contradicts_itself() -> None:

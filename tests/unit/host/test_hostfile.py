@@ -94,7 +94,7 @@ def test_a_bad_line_of_a_host_file_is_named(tmp_path: Path, line: str) -> None:
         parse_hostfile(hostfile(tmp_path, f"ok slots=1\n{line}\n"))
 
 
-@pytest.mark.parametrize(("text", "words"), [("# nothing\n", "names no host"), (None, "No such file")])
+@pytest.mark.parametrize(("text", "words"), [("# nothing\n", "lists no host"), (None, "No such file")])
 def test_host_files_that_say_nothing(tmp_path: Path, text: str | None, words: str) -> None:
     path = tmp_path / "hosts"
     if text is not None:

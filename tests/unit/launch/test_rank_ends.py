@@ -31,7 +31,7 @@ def message(code: int, out_of_memory: bool = False) -> str:
     [
         (0, "/dev/shm is full (0 KiB free): there was no space", "was truncated"),
         (5 << 20, "a file that it had mapped was truncated or", "is full"),
-        (5 << 20, "or /dev/shm was full, which has 5 MiB free now", "is full"),
+        (5 << 20, "or /dev/shm was full (it has 5 MiB free now)", "is full"),
         (-1, "a file that it had mapped was truncated or", "is full"),
     ],
 )

@@ -14,10 +14,10 @@ _PING = Frames.pack(b'{"ping": true}')
 
 
 class Heartbeats:
-    """Pings other agents even while the launcher is stopped or waits for a slow reader.
+    """Pings other agents even while the launcher is stopped or is waiting for a slow reader.
 
     Args:
-        lock: Descriptor of a file. The launcher locks its byte n while it sends a message to agent n.
+        lock: Descriptor of a file. The launcher locks byte n of the file while sending a message to agent n.
         connections: Descriptors of the connections to the agents, by number.
     """
 
@@ -25,12 +25,12 @@ class Heartbeats:
         self._lock, self._connections, self._next = lock, connections, 0.0
 
     def send(self) -> float | None:
-        """Ping if it is time. Returns the seconds until the next time, None without agents."""
+        """Ping if a ping is due. Returns the seconds until the next one, or None if there are no agents."""
         now = time.monotonic()
         if self._connections and now >= self._next:
             self._next = now + _PING_S
             for byte, connection in enumerate(self._connections):
-                # The launcher is in the middle of a message, its pipe is full, or the agent has exited.
+                # Fails if the launcher is sending a message, the pipe is full, or the agent has exited.
                 with contextlib.suppress(OSError):
                     fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, byte)
                     os.write(connection, _PING)  # so short that it is written either completely or not at all
@@ -38,7 +38,7 @@ class Heartbeats:
         return max(0.0, self._next - now) if self._connections else None
 
     def close(self) -> None:
-        """Close the connections. Once the launcher has exited too, the other agents exit."""
+        """Close the connections. The other agents exit once the launcher has exited too."""
         for connection in self._connections:
             os.close(connection)
         self._connections = ()

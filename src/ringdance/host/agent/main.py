@@ -6,7 +6,7 @@ files when the launcher asks for it, when the connection is closed, or when the 
 too long. If the agent is killed, a process that it has forked takes over (``Cleanup.fork_backup()``).
 Standard library only.
 
-Messages (``launch.messages.Frames``) travel over stdin and stdout. From the launcher:
+Messages (``host.messages.Frames``) travel over stdin and stdout. From the launcher:
 ``{"job", ...}`` once; ``{"put": name, "mode"}`` with a file's bytes; ``{"spawn": n, "command" or "argv"}``;
 ``{"to": connection of a rank, "message"}``; ``{"ping"}``;
 ``{"clean", "failed", "results"}``; and the messages of tasks.py.
@@ -46,11 +46,11 @@ from .heartbeat import Heartbeats
 from .programs import Programs
 from .wrappers import Wrappers
 
-_FULL = 4 << 20  # above this many bytes unsent to the launcher, the ranks' output stays in its pipes
+_FULL = 4 << 20  # if the launcher is this many bytes behind, the ranks' output is left in the pipes
 _FULL_LOCAL = 1 << 18
 _DRAIN_S = 3.0
 _ANSWER_S = 0.5
-_SLEPT_S = 2.0  # a gap this long between turns of the loop, normally half a second, means a stopped process
+_SLEPT_S = 2.0  # the loop runs every half second or so; a longer gap means this process was stopped
 _RESULT_BYTES = 1 << 20  # bytes of a result file per message
 _SET = "Set TMPDIR, where the job is started, to a directory that is writable on all hosts"
 _RESULT = re.compile(r"result\.\d+\.pkl")
@@ -115,7 +115,7 @@ class _Agent:
         return limit is not None and now - self._heard > limit
 
     def _check_fullness(self) -> None:
-        """Leave output in its pipes while the launcher reads nothing. Write as soon as it reads again."""
+        """Stop reading the ranks' output while the launcher reads nothing. Send unsent data once it reads."""
         unsent = self._launcher.unsent
         watch(self._selector, 1, selectors.EVENT_WRITE, self._launcher.flush if unsent else None)
         full = unsent > (_FULL_LOCAL if self._local else _FULL)
@@ -128,7 +128,7 @@ class _Agent:
     def _from_launcher(self) -> None:
         messages, alive = self._launcher.receive()
         self._heard = now = time.monotonic()
-        # The launcher's pings wait behind a large file that it sends. Answer before reading them.
+        # While the launcher is sending a large file, its pings wait behind it. Answer before reading them.
         if self._timeout is not None and now - self._answered > _ANSWER_S:
             self._launcher.send({"pong": True})
             self._answered = now
@@ -162,12 +162,12 @@ class _Agent:
         self._tasks.take(message, payload)
 
     def _prepare(self, message: dict[str, Any]) -> str:
-        """Create the job's directories and listen. Return the problem, or ""."""
+        """Create the job's directories and listen. Return the problem, or "" if there is none."""
         cwd, self._timeout = message["cwd"], message["heartbeat_timeout"]
         if not os.path.isdir(cwd):
             return (
-                f"directory {cwd} does not exist. Start from a directory that all hosts have, on a shared "
-                "file system or as a copy, or name the ranks' directory there: --chdir DIR"
+                f"directory {cwd} does not exist. Start the job in a directory that exists on all hosts (on "
+                "a shared file system, or as a copy), or pass the ranks' directory there: --chdir DIR"
             )
         for path in message["needed"]:
             if not os.path.exists(os.path.join(cwd, path)):
@@ -239,7 +239,7 @@ class _Agent:
         self._drain(0)
 
     def _results(self, wanted: bool) -> list[tuple[str, BinaryIO]]:
-        """Open the files for the launcher, readable even after their removal. Results only if ``wanted``."""
+        """Open the files to send to the launcher before they are removed. Skip results unless ``wanted``."""
         names = sorted(os.listdir(self._directory)) if os.path.isdir(self._directory) else []
         kept = [name for name in names if name.startswith(TIMELINE) or (wanted and _RESULT.fullmatch(name))]
         for place, _, files in os.walk(os.path.join(self._directory, OUTPUT)):
@@ -247,7 +247,7 @@ class _Agent:
         return [(name, open(os.path.join(self._directory, name), "rb")) for name in kept]
 
     def _drain(self, most: int) -> bool:
-        """Wait until at most ``most`` bytes are unsent. Returns False if the launcher stopped reading."""
+        """Wait until at most ``most`` bytes are unsent. Returns False if the launcher has stopped reading."""
         until = time.monotonic() + _DRAIN_S
         while self._launcher.open and (unsent := self._launcher.unsent) > most:
             readable, _, _ = select.select([0], [1], [], self._heartbeats.send() or 0.1)

@@ -1,7 +1,7 @@
 """Command lines of our processes, including on hosts where paths differ from the launcher's.
 
-mpiexec starts the same command line on all hosts. If paths differ, it is a shell's line with variables that
-each host's agent sets. Standard library only.
+mpiexec starts the same command line on all hosts. If paths differ between hosts, it is a shell command with
+variables that the agent on each host sets. Standard library only.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def variables(cwd: str, launcher: Mapping[str, str] | None = None) -> dict[str, 
 
 
 def translated(environ: Mapping[str, str], launcher: Mapping[str, str]) -> dict[str, str]:
-    """Return the launcher's variables, with this host's paths in those that hold paths of the environment."""
+    """Return the launcher's variables, with the paths of its Python environment replaced by this host's."""
     result = dict(environ)
     for name in result.keys() & set(_PATHS):
         parts = result[name].split(os.pathsep)
@@ -82,7 +82,7 @@ def _moved(path: str, launcher: Mapping[str, str]) -> str:
 
 
 def translated_command(command: str, launcher: Mapping[str, str]) -> str:
-    """Replace the daemon in mpiexec's command by the one in this host's environment, if it exists."""
+    """Replace paths in mpiexec's command with paths in this host's environment, if they exist there."""
     pattern = re.compile(re.escape(launcher["prefix"]) + r"(/[^\s\"':;=]+)")
 
     def own(found: re.Match[str]) -> str:

@@ -20,9 +20,9 @@ from . import paths
 from .loopback import restrict
 
 _DAEMONS = ("prted", "orted", "hydra", "pmi_proxy")
-_DAEMON_PATH = re.compile(r"(?:^|(?<=;))(?=\"?/[^\s;=]* )")  # where it starts in the shell command
+_DAEMON_PATH = re.compile(r"(?:^|(?<=;))(?=\"?/[^\s;=]* )")  # where the path starts in the shell command
 # Runs a program with these signals blocked. See Note [Signals to all processes]. Open MPI replaces handlers
-# and ignored signals, but does not unblock any signal. A shell does.
+# and ignored signals, but leaves blocked signals blocked. A shell unblocks them.
 _BLOCK = "import os,signal,sys;signal.pthread_sigmask(0,(1,2,15));os.execv(sys.argv[1],sys.argv[1:])"
 _DEAF = [sys.executable, "-I", "-S", "-c", _BLOCK]
 _RESTRICT_S = 0.01  # between scans for new sockets of mpiexec, until its first rank runs
@@ -56,8 +56,9 @@ class Programs:
         """Start a program in its own session.
 
         Args:
-            message: ``spawn``, its number; ``argv``, or ``command`` for the shell, with a placeholder for the
-                job's directory; and ``loopback``, True if no other host needs its sockets.
+            message: Contains ``spawn``, the program's number; ``argv``, or ``command`` for the shell, with a
+                placeholder for the job's directory; and ``loopback``, True if no other host needs the
+                program's sockets.
             directory: The job's directory.
         """
         argv = [*_DEAF, *message.get("argv", ())]
@@ -92,7 +93,7 @@ class Programs:
             self._restricted, self.restricting = process.pid, _RESTRICT_S
 
     def restrict(self) -> None:
-        """Hide the sockets on which mpiexec currently listens from the network."""
+        """Hide mpiexec's current listening sockets from the network."""
         if self.restricting is not None:
             try:
                 restrict(self._restricted)

@@ -2,18 +2,18 @@
 
 It finds the socket of its host's agent (main.py) by the job's ID. There are two processes. mpiexec knows only
 the front and may SIGKILL it at any moment (Hydra does so as soon as a rank aborts). The supervisor outlives
-the front long enough to end the rank and to report. The rank's stdout and stderr are pipes whose reading ends
+the front long enough to end the rank and to report. The rank's stdout and stderr are pipes whose read ends
 are sent over that socket, so that output can be assigned to its rank with every MPI library. Standard library
 only. A start takes 30 ms.
 
 Supervisor to launcher: ``{"rank", "size", "host"}`` with stdout and stderr to read, then
 ``{"pid", "time"}``, ``{"stopped": signal}`` when the rank is stopped, then ``{"ended": exit code or -signal,
-"time": since the epoch, "by_mpiexec": did mpiexec end it, "why": what its host shows of a signal's reason}``.
+"time": since the epoch, "by_mpiexec": did mpiexec end it, "why": evidence of why a signal was sent}``.
 Launcher to supervisor: ``{"go": the rank's numbers, "port": MASTER_PORT}`` with a descriptor of the rank's
 input, to which the agent adds ``"environ"``: variables that a shell on the way may have dropped. Then
 ``{"signal": n}`` for the rank, with ``"after"``, the delay in seconds, and ``"stay"``, the seconds for which
 mpiexec must not learn that the rank has ended; and ``{"over"}`` when all ranks have ended. Closing the
-connection ends the rank at once.
+connection ends the rank immediately.
 
 Note [Signals to all processes]
 A scheduler that ends a job may signal all of its processes: launcher, agents, mpiexec, wrappers and ranks.
@@ -71,7 +71,7 @@ def rank_and_size(environ: Mapping[str, str]) -> tuple[int, int]:
 
 
 def _exec(command: list[str], where: Mapping[str, int], port: int, streams: list[int], parent: int) -> None:
-    """In the child process, become the rank. Returns only on failure."""
+    """Turn the child process into the rank. Returns only on failure."""
     # Own process group: mpiexec signals the wrapper's group, and the wrapper passes on each signal once.
     os.setpgid(0, 0)
     linux.die_with_parent()
@@ -116,8 +116,8 @@ def reason_of(code: int, out_of_memory: bool) -> str:
     if code == -signal.SIGBUS and 0 <= free < _FULL:
         return f"/dev/shm is full ({free >> 10} KiB free): there was no space for memory that it mapped"
     # By now, space in /dev/shm may have become free.
-    reason = "a file that it had mapped was truncated or had an I/O error; or /dev/shm was full, which has"
-    return f"{reason} {max(0, free) >> 20} MiB free now" if code == -signal.SIGBUS else ""
+    reason = "a file that it had mapped was truncated or had an I/O error; or /dev/shm was full (it has"
+    return f"{reason} {max(0, free) >> 20} MiB free now)" if code == -signal.SIGBUS else ""
 
 
 class _Supervisor:
@@ -125,7 +125,7 @@ class _Supervisor:
 
     Args:
         channel: Connection to the launcher.
-        front: Reading end of a pipe with the numbers of mpiexec's signals, closed when the front exits.
+        front: Read end of a pipe with the numbers of mpiexec's signals. It closes when the front exits.
     """
 
     def __init__(self, channel: Channel, front: int) -> None:
@@ -177,9 +177,9 @@ class _Supervisor:
     def _announce(
         self, hello: dict[str, Any], streams: list[int]
     ) -> tuple[dict[str, int], int, int] | None:
-        """Send the streams. Return the rank's numbers, MASTER_PORT and stdin, or None without a launcher."""
+        """Send the streams. Return the rank's numbers, MASTER_PORT and stdin, None if the agent exits."""
         alive, descriptors = self._channel.send(hello, streams), list[int]()
-        while alive:  # a large message arrives in parts, and the descriptor with the first
+        while alive:  # a large message arrives in parts, and the descriptor comes with the first
             messages, received, alive = self._channel.receive()
             descriptors += received
             for message in messages:
@@ -188,7 +188,8 @@ class _Supervisor:
         return None
 
     def _send(self, number: int) -> None:
-        # Not to its group: helpers in it remove shared memory once they are alone. The sweep ends them later.
+        # Not to the rank's process group: helpers in it remove shared memory once the rank is gone. The
+        # cleanup ends them later.
         if self._child:
             linux.send_signal(self._child, number)
 
@@ -206,7 +207,7 @@ class _Supervisor:
                 return None
 
     def _listen(self, watched: list[int], seconds: float | None = None) -> bool:
-        """Wait until one of the descriptors is ready and handle it. False if the agent has exited."""
+        """Wait until one of the descriptors is ready and handle it. Returns False if the agent has exited."""
         readable, _, _ = select.select(watched, [], [], seconds)
         if self._wake in readable:
             os.read(self._wake, 512)
@@ -226,8 +227,8 @@ class _Supervisor:
             self._stay = message.get("stay", 0.0 if "over" in message else self._stay)
             time.sleep(message.get("after", 0.0))
             number = message.get("signal", 0)  # 0 means none
-            # Do not send this signal if another one has already asked the rank to end, which may be saving.
-            # SIGHUP does not count, because Open MPI installs a handler for it that does nothing.
+            # Do not send this signal if an earlier one has already asked the rank to exit, because it may be
+            # saving. SIGHUP does not count, because Open MPI installs a handler for it that does nothing.
             same = (signal.SIGTERM, signal.SIGINT) if number in _ENDING else (number,)
             if time.monotonic() - max(self._had.pop(other, 0.0) for other in same) > _SAME_S:
                 self._send(number)

@@ -1,4 +1,4 @@
-"""What an agent does apart from running jobs: receive files and pass them on, run modules of this package.
+"""What an agent does apart from running jobs: receive and pass on files, and run modules of this package.
 
 Messages: ``{"task": name, ...}`` is answered by ``{"answer": name, "problem": text, ...}``. The messages of
 ``"copy"`` are handled in receive.py, ``"run"`` in ``Tasks``. Standard library only.

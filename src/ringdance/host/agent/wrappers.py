@@ -23,7 +23,7 @@ class _Connection:
 
 
 class Wrappers:
-    """Accepts connections of wrappers, and passes messages between them and the launcher.
+    """Accepts connections from wrappers, and passes messages between them and the launcher.
 
     Args:
         launcher: Receives reports and output.
@@ -89,7 +89,7 @@ class Wrappers:
         watch(self._selector, descriptor, selectors.EVENT_READ, action)
 
     def hold(self, held: bool) -> None:
-        """Stop or resume reading output. While stopped, it stays in its pipes."""
+        """Stop or resume reading output. While reading is stopped, output stays in the pipes."""
         self._held = held
         for connection in self._connections.values():
             for descriptor in connection.streams:

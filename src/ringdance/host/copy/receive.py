@@ -11,8 +11,8 @@ list of [path, kind, size, mode, time, text] as bytes, ``listen`` and ``next`` (
 ``addresses``), ``chunk`` (``file``, ``at``) with bytes, ``end`` (``file``, ``digest``), ``over``.
 Agent to launcher (``{"answer": "copy", "what": ...}``): ``begin`` with ``have`` and ``free``, ``listen``
 with ``port``, ``next``, ``over``, each with a ``problem`` or "". Unsolicited: ``file`` (its number,
-``problem``, ``again``: true if it was corrupted), ``got`` (bytes written since the last), ``cut`` (the
-previous host's connection has closed), ``lost`` (the next host's has).
+``problem``, ``again``: true if it was corrupted), ``got`` (bytes written since the last report),
+``cut`` (the previous host's connection has closed), ``lost`` (the next host's connection has closed).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Receiver:
     """Receives files for this host and for the hosts after it.
 
     Args:
-        launcher: Receives reports, and sends messages, and chunks to the first host.
+        launcher: Receives reports. Sends messages and, to the first host, chunks.
         selector: The agent's event loop.
     """
 
@@ -78,7 +78,7 @@ class Receiver:
     # --- the list of files ---------------------------------------------------------------------
 
     def _begin(self, message: dict[str, Any], payload: bytes) -> dict[str, Any]:
-        """Create directories and links. Return how many bytes of each file are here, or ``DONE``."""
+        """Create directories and links. Return how many bytes of each file are already here, or ``DONE``."""
         self._close()
         self._root = os.path.abspath(in_home(message["root"]))
         os.makedirs(self._root, exist_ok=True)
@@ -146,7 +146,7 @@ class Receiver:
             self._send("cut")
 
     def _pass_on(self, message: dict[str, Any], payload: bytes) -> None:
-        """Send a chunk to the next host. Wait until it is sent, so that nothing more is read before.
+        """Send a chunk to the next host. Wait until it is sent, so that nothing else is read until then.
 
         The wait also ends when the launcher exits. Otherwise, a next host that has stopped would block this
         agent.

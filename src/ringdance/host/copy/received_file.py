@@ -1,4 +1,4 @@
-"""Write a file that is copied to this host: start or continue it, then check and rename it.
+"""Write a file that is being copied to this host: start or continue it, then check and rename it.
 
 Standard library only: it runs in an agent.
 """
@@ -15,7 +15,7 @@ from ..directories import host_name
 from ..system import linux
 
 DONE = -1
-"""Used instead of the number of bytes that are here, for a complete file."""
+"""For a complete file, used instead of the number of bytes that are here."""
 
 _READ = 1 << 20
 _CLOSE_NS = 1_000_000  # some file systems round times
@@ -24,9 +24,9 @@ _CLOSE_NS = 1_000_000  # some file systems round times
 class ReceivedFile:
     """One file of a copy.
 
-    Until it is complete, it lies next to its final path. Its name contains this host's name (other hosts may
-    share the directory), a digest of the source's size and time, and 64 random bits, so that other users who
-    may write to the directory cannot guess it. Only its owner can read it.
+    Until it is complete, it is a draft next to its final path. The draft's name contains this host's name
+    (other hosts may share the directory), a digest of the source's size and time, and 64 random bits, so that
+    other users who may write to the directory cannot guess it. Only its owner can read the draft.
 
     Args:
         path: Its final path here.
@@ -112,7 +112,7 @@ class ReceivedFile:
         return len(fresh)
 
     def _open(self) -> IO[bytes]:
-        """Return the draft, positioned at its end, and with its contents in the checksum."""
+        """Open the draft, positioned at its end, and add its contents to the checksum."""
         if self._file:
             return self._file
         flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
@@ -160,7 +160,7 @@ class ReceivedFile:
         return True
 
     def close(self) -> None:
-        """Close the draft, which stays for the next copy."""
+        """Close the draft. It stays on disk for the next copy."""
         if self._file:
             self._file.close()
             self._file = None

@@ -62,7 +62,7 @@ def parse_hostfile(path: str, option: str = "--hostfile", slots: int | None = No
             then each name is one slot.
 
     Raises:
-        LaunchError: The file cannot be read or parsed, or does not name any host.
+        LaunchError: The file cannot be read or parsed, or does not list any hosts.
     """
     try:
         with open(path, encoding="utf-8") as file:
@@ -86,7 +86,7 @@ def parse_hostfile(path: str, option: str = "--hostfile", slots: int | None = No
             )
         hosts.append(host)
     if not hosts:
-        raise LaunchError(f"{option} {path}: the file names no hosts")
+        raise LaunchError(f"{option} {path}: the file lists no hosts")
     return merge(hosts)
 
 

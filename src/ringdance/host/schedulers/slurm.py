@@ -49,12 +49,12 @@ def allocation(environ: Mapping[str, str]) -> Allocation | None:
         slots = [int(gpus) if gpus.isdigit() and int(gpus) else 1] * len(names)
     if len(slots) != len(names):
         raise LaunchError(
-            f"Slurm's variables name {len(names)} nodes ({nodes}), but the numbers of tasks on {len(slots)} "
+            f"Slurm's variables list {len(names)} nodes ({nodes}), but numbers of tasks for {len(slots)} "
             f"nodes ({tasks}). Pass the hosts with -H"
         )
     method = "srun" if shutil.which("srun", path=environ.get("PATH")) else "ssh"
-    # salloc's shell does not have SLURM_PROCID. A step, whose tasks the user requested from srun, also has
-    # their number.
+    # salloc's shell does not have SLURM_PROCID. In a step, whose tasks the user requested from srun, the
+    # number of tasks is set as well.
     batch = "SLURM_PROCID" in environ and "SLURM_STEP_NUM_TASKS" not in environ
     hosts = list(zip(names, slots, strict=True))
     return Allocation(hosts, f"Slurm job {job}", method, unattended=batch)
@@ -91,7 +91,7 @@ def _resources(job: str) -> dict[str, str]:
     done = subprocess.run(asked, capture_output=True, text=True, errors="replace", check=False)
     if done.returncode:
         why = done.stderr.strip() or f"exit code {done.returncode}"
-        print(f"ringdance: {shlex.join(asked)}: {why}. Ranks may not see all GPUs", file=sys.stderr)
+        print(f"ringdance: {shlex.join(asked)}: {why}. Ranks might not see all GPUs", file=sys.stderr)
     # For the first job of an array, the output has the records of all tasks.
     own = re.search(rf"^JobId={job}\b(?s:.*?)(?=^JobId=|\Z)", done.stdout, re.MULTILINE)
     records = re.findall(r"^\s+Nodes=(\S+) .*GRES=(\S+)$", own[0] if own else "", re.MULTILINE)

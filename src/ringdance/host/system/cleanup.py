@@ -34,7 +34,7 @@ _WATCH_S = 0.002  # between checks of /dev/shm
 _WATCH_FREE_S = 1.0  # CPU time spent on frequent checks at first, when most files are created
 _WATCH_SHARE = 0.1  # maximum share of a core for later checks
 _POLL_S = 0.1  # minimum time between later checks, and between all checks if the kernel reports no changes
-_OLD_S = 10.0  # a younger directory may not be locked yet
+_OLD_S = 10.0  # a younger directory might not be locked yet
 _NOTES = "shared-memory"
 _OF_TORCH = re.compile(r"torch_(\d+)_")
 # Files in /dev/shm with other names may be the user's own data, even if a process of the job maps them.
@@ -47,16 +47,16 @@ _OF_LIBRARIES = re.compile(
 def make_directories(directories: Iterable[str], job: str) -> None:
     """Create a job's directories and lock them while this process, or one that it forks, lives.
 
-    Directories next to them that earlier jobs have left, and that no process locks any more, are removed.
+    Directories next to them that earlier jobs have left behind, and that no process has locked, are removed.
 
     Raises:
-        OSError: One cannot be created.
+        OSError: A directory cannot be created.
     """
     for directory in directories:
         for left in abandoned(os.path.dirname(directory)):
             shutil.rmtree(left, ignore_errors=True)
         os.mkdir(directory, 0o700)
-        with contextlib.suppress(OSError):  # without it, no later job will remove the directory
+        with contextlib.suppress(OSError):  # without the symlink, no later job will remove the directory
             # A short symlink is stored in its inode, so this works even on a full disk.
             os.symlink(job, os.path.join(directory, linux.MARKER))
         descriptor = os.open(directory, os.O_RDONLY)  # never closed: the lock ends with the process
@@ -119,8 +119,8 @@ class Cleanup:
 
         Takes tens of milliseconds, at most 4 s, or longer if a monitor is completing a timeline file.
 
-        A job that has not ``failed`` may leave shared memory behind on purpose. Then only memory that is
-        mapped by processes that must be killed here is removed.
+        A job that has not ``failed`` may leave shared memory behind on purpose. In that case, memory is
+        removed only if a process that must be killed here has mapped it.
         """
         self._watching = False
         left = self._end_processes()
@@ -130,7 +130,7 @@ class Cleanup:
             shutil.rmtree(directory, ignore_errors=True)
         self._remove_shared()
         if self.backup:
-            with contextlib.suppress(ChildProcessError):  # it was killed, and its pid may have been reused
+            with contextlib.suppress(ChildProcessError):  # if it was killed, its pid may be reused
                 os.waitid(os.P_PID, self.backup, os.WEXITED | os.WNOHANG | os.WNOWAIT)
                 linux.send_signal(self.backup, signal.SIGKILL)
         return not left
@@ -140,7 +140,7 @@ class Cleanup:
         self._pids.add(pid)
 
     def watch(self) -> None:
-        """Note which shared memory the job uses from now on. See Note [What is removed from /dev/shm]."""
+        """From now on, note which shared memory the job uses. See Note [What is removed from /dev/shm]."""
         if self._watching:
             return
         self._watching = True
@@ -181,7 +181,7 @@ class Cleanup:
             return set()
 
     def fork_backup(self) -> None:
-        """Fork a process that cleans up if this one is killed. ``run()`` ends it too."""
+        """Fork a process that cleans up if this one is killed. ``run()`` kills the forked process."""
         read, write = os.pipe()
         self.backup = os.fork()
         if self.backup:
@@ -237,7 +237,7 @@ class Cleanup:
 
 
 def _used_by(pids: Iterable[int], seconds: float) -> tuple[set[int], bool]:
-    """Return what processes use in /dev/shm (inodes), and whether all could be inspected in time.
+    """Return the inodes that processes use in /dev/shm, and whether all could be inspected in time.
 
     The kernel blocks the reader of a process's map while that process changes it, sometimes for seconds.
     """

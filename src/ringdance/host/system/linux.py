@@ -37,7 +37,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def watch_directory(path: str) -> int:
-    """Return a descriptor that is readable whenever a file was created in a directory, -1 if unsupported."""
+    """Return a descriptor that becomes readable when a file is created in a directory, -1 if unsupported."""
     if not LINUX:
         return -1
     import ctypes
@@ -51,7 +51,7 @@ def watch_directory(path: str) -> int:
 
 
 def die_with_parent() -> None:
-    """Let the kernel (Linux only) SIGKILL this process when its parent exits.
+    """Have the kernel SIGKILL this process when its parent exits (Linux only).
 
     This survives ``exec``. The parent may have died before the call: check ``os.getppid()`` afterwards.
     """
@@ -199,9 +199,9 @@ def name_of(pid: int) -> str:
 
 
 def grace(pid: int) -> float:
-    """Return the seconds that a helper has to exit after its job's ranks are dead, 0 for other processes.
+    """Return the seconds that a helper has to exit once its job's ranks are dead, or 0 if not a helper.
 
-    In that time some helpers remove shared memory, and the monitor completes the timeline and the metrics.
+    In that time, some helpers remove shared memory, and the monitor completes the timeline and the metrics.
     """
     line = _read(f"/proc/{pid}/cmdline")
     if b"ringdance.core.monitor.main" in line:

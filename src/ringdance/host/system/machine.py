@@ -43,14 +43,14 @@ def facts() -> dict[str, Any]:
 
 
 def nearest(path: str) -> str:
-    """Return an absolute path, or its nearest parent that exists."""
+    """Return the absolute path ``path`` if it exists, otherwise its nearest parent that exists."""
     while not os.path.exists(path) and path != os.path.dirname(path):
         path = os.path.dirname(path)
     return path
 
 
 def in_home(path: str) -> str:
-    """Replace ``~`` in a path by a home directory, or by / for a user unknown to the system (containers).
+    """Replace ``~`` in a path with a home directory, or with / if the user is unknown (containers).
 
     Raises:
         FileNotFoundError: ``~NAME`` names an unknown user.
@@ -86,7 +86,7 @@ def devices() -> list[str]:
 
 
 def problem() -> str:
-    """Return a requirement of every job that this machine does not meet, or ""."""
+    """Return a problem that prevents this machine from running any job, or ""."""
     try:
         os.getcwd()
     except FileNotFoundError:
@@ -95,7 +95,7 @@ def problem() -> str:
         return "/proc is not mounted, but MPI and the launcher need it: mount -t proc proc /proc"
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     if 0 <= limit < _FILE_BYTES:
-        most = f"files are limited to {limit >> 10} KiB, also in shared memory (ulimit -f)"
+        most = f"files are limited to {limit >> 10} KiB, including files in shared memory (ulimit -f)"
         return f"{most}, but MPI needs {_FILE_BYTES >> 20} MiB: ulimit -f unlimited"
     return ""
 
@@ -103,7 +103,7 @@ def problem() -> str:
 def networks() -> list[tuple[str, str, int]]:
     """Return name, address and prefix length of each active interface, IPv4 first, without link-local ones.
 
-    Linux only. It does not use psutil, which an agent without ``site`` does not find.
+    Linux only. It does not use psutil, which an agent without ``site`` cannot import.
     """
     result = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:

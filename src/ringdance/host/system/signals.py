@@ -24,7 +24,8 @@ class Signals:
         read.setblocking(False)
         write.setblocking(False)
         numbers = (*STOPPING, *PASSED_ON)
-        # Keep ignoring what nohup, or a shell without job control for a background program, ignores.
+        # Keep ignoring signals that were already ignored when this process started: nohup does this, and so
+        # does a shell without job control for programs in the background.
         heeded = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
         self._handlers = {number: signal.signal(number, lambda *_: None) for number in heeded}
         self._descriptor = signal.set_wakeup_fd(write.fileno(), warn_on_full_buffer=False)

@@ -29,7 +29,7 @@ _COMMANDS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "status": (
         "Show the jobs that are running here, and all jobs started with `ringdance run --detach`.",
         "examples:\n  ringdance status\n  ringdance status 3f2a91c0 --json\n\n"
-        "exit code: 0; with JOB, 0 if it is running or has completed, otherwise its exit code",
+        "exit code: 0; with JOB, 0 if the job is running or has completed, otherwise the job's exit code",
         "--json",
         {"action": "store_true", "help": "print the jobs as JSON"},
     ),
@@ -72,7 +72,7 @@ def _status(arguments: argparse.Namespace) -> int:
         print(json.dumps(entries, indent=2))
     elif selected:
         text = "\n".join(table([_HEAD, *map(_row, selected)]))
-        print(text.encode(errors="backslashreplace").decode())  # arguments may not be UTF-8
+        print(text.encode(errors="backslashreplace").decode())  # arguments might not be UTF-8
     else:
         print("no jobs. `ringdance run --detach` starts a job in the background")
     return (selected[0].code or int(selected[0].state == "lost")) if arguments.job else 0

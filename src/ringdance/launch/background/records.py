@@ -181,7 +181,7 @@ def rank_processes() -> Iterator[tuple[Any, dict[str, str]]]:
 def without_record() -> list[Record]:
     """Return jobs that have ranks here but no record: foreground jobs, or jobs started on other hosts.
 
-    ``pid`` is the process that started the job's ranks here. ``command`` and ``cwd`` are those of a rank.
+    ``pid`` is the process that started the job's ranks here. ``command`` and ``cwd`` come from a rank.
     """
     known, unrecorded = {record.job for record in load_all()}, dict[str, Record]()
     for process, environ in rank_processes():

@@ -79,8 +79,8 @@ def mpi4py_variants() -> list[str]:
     """Return the MPI libraries that the installed mpi4py supports. Empty if mpi4py is not installed.
 
     Returns:
-        For a wheel, which loads whichever library it finds, some of ``openmpi``, ``mpich`` and ``impi``. If
-        mpi4py was compiled on this machine and is therefore bound to one library, ``own``.
+        One or more of ``openmpi``, ``mpich`` and ``impi`` for a wheel, which loads whichever of these it
+        finds. ``own`` if mpi4py was compiled on this machine and is therefore bound to one library.
     """
     try:
         files = importlib.metadata.distribution("mpi4py").files or ()
@@ -118,7 +118,7 @@ def _probe(wheels: list[Mpi]) -> Mpi:
     family = family_of(version)
     if family is None:
         raise LaunchError(
-            f"mpi4py loads an MPI library that this version cannot launch: {version}",
+            f"mpi4py loads an MPI library that ringdance cannot launch: {version}",
             "Start the script with that library's own mpiexec instead: `mpiexec -n 2 python script.py`.",
         )
     major, refused = _major(version), dict[str, str]()
@@ -132,7 +132,7 @@ def _probe(wheels: list[Mpi]) -> Mpi:
     problem = f"mpi4py loads {version!r}{where}, but no mpiexec of {family} {major or ''} was found"
     if refused:
         others = "; ".join(f"{path}: {why}" for path, why in refused.items())
-        problem += f", and others cannot start its ranks ({others}). Put the library's mpiexec first in PATH"
+        problem += f". Other mpiexecs cannot start its ranks ({others}). Put the library's first in PATH"
     raise _missing(problem, _WHEELS[family])
 
 

@@ -182,7 +182,7 @@ def _apply(
             variable, equals, text = value.partition("=")
             if equals or variable in environ:
                 line.options += ["-x", f"{variable}={text if equals else environ[variable]}"]
-            else:  # mpirun also only warns
+            else:  # mpirun, too, only warns
                 line.notes.append(f"-x {value}: that variable is not set here")
         case "wdir":
             line.cwd = value
@@ -217,7 +217,7 @@ def _apply(
         case _ if name in _PASSED_ON:
             line.mpi += [f"--{name}", *values]
         case _ if name in _NO_EFFECT:
-            line.notes.append(f"{option}: no effect, {_NO_EFFECT[name]}")
+            line.notes.append(f"{option}: no effect; {_NO_EFFECT[name]}")
         case _ if name in _REFUSED:
             raise LaunchError(f"{option} {value}: not supported; {_REFUSED[name]}")
 

@@ -14,7 +14,7 @@ RSH_SHIM = "RSH_SHIM"
 """Placeholder for the program that mpiexec runs as ssh. Its path is known only once the job exists."""
 
 MACHINE_FILE = f"{RSH_SHIM}.machines"
-"""Placeholder for a file next to it with the text of ``machine_file()``."""
+"""Placeholder for the file next to that program with the text of ``machine_file()``."""
 
 _OTHER_SCHEDULERS = "^slurm,lsf,pbs,tm,gridengine"
 
@@ -81,7 +81,7 @@ def mpiexec_options(request: MpiexecRequest) -> tuple[list[str], dict[str, str]]
     family = request.mpi.family
     defaults, fixed, variables = (_openmpi if family == "openmpi" else _hydra)(request)
     own = [*(request.binding or ()), *request.more]
-    if family == "openmpi":  # whose older versions also accepted long options with one dash
+    if family == "openmpi":  # older versions also accept long options with one dash
         own = [f"-{word}" if _LONG.fullmatch(word) else word for word in own]
     if request.binding is None:
         for name, *values in reversed(defaults):
@@ -103,7 +103,7 @@ def _openmpi(request: MpiexecRequest) -> _Options:
     # Always --oversubscribe: mpiexec counts physical cores, regardless of affinity mask and hyperthreads. In
     # the ranks, its only effect is that idle ranks yield their core, which is desirable anyway.
     fixed = ["--oversubscribe", "--mca", "mpi_yield_when_idle", "1"]
-    # The UCX window component prints an error when a shared window is created without its hardware.
+    # The UCX window component prints an error if a shared window is created where UCX's hardware is missing.
     variables = {"OMPI_MCA_osc": "^ucx", "PMIX_MCA_psec": "native"}
     # On one machine, shared memory is sufficient, and probing network hardware would add a second to
     # MPI_Init. Exclude the network components instead of naming the shared-memory component, which is vader
@@ -147,8 +147,8 @@ def _openmpi_launch(request: MpiexecRequest) -> list[str]:
     words = ["--host", _host_list(request.hosts, ",")]
     if request.mpi.major == 4:
         # Open MPI 4 would place the first ranks on the local host, wherever it is in the list. So list every
-        # rank on a line in a file. The mapper for such files also opens the default host file, which may not
-        # exist, so name our file as the default.
+        # rank on a line in a file. The mapper for such files also opens the default host file, which might
+        # not exist, so name our file as the default.
         words = ["--hostfile", MACHINE_FILE, option, "orte_default_hostfile", MACHINE_FILE]
     for name, value in (
         ("plm", remote),
@@ -180,7 +180,7 @@ def _hydra(request: MpiexecRequest) -> _Options:
         fixed += ["-v6"] if request.networks.ipv6 else []
     else:
         # Run the script through a shell, because /tmp may be mounted noexec. session_environment() sets the
-        # script's path. With the launcher "ssh" instead of "rsh", Hydra would insert -x as first argument.
+        # script's path. With the launcher "ssh" instead of "rsh", Hydra would put -x before the arguments.
         fixed = [launcher, "rsh", f"{launcher}-exec", "/bin/sh", "-genvnone"]
         fixed += ["-hosts", _host_list(request.hosts, ",")]
     names = {interface for host in request.hosts for interface in host.interfaces}

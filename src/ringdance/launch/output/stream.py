@@ -26,9 +26,9 @@ _LONGEST = 8 << 20
 # First lines of the traceback of an uncaught exception, and of faulthandler's dump after a fatal signal.
 _TRACEBACKS = (b"Traceback (most recent call last):", b"Fatal Python error: ")
 _LOST_PEER = re.compile(rb"NBC_Progress: an error -?\d+ was found|Error in NBC_Start_round")
-"""Printed by Open MPI when a peer has died, sometimes followed by an empty line. The error says more."""
+"""Printed by Open MPI when a peer has died, sometimes with an empty line. The rank's own error says more."""
 _HELD_S = 3.0
-"""How long a traceback is held back. If the rank exits because of it, it is shown only once, as the cause."""
+"""Seconds to hold back a traceback. If the rank exits because of it, only the final report shows it."""
 _LEFT = (
     "rank.*/stdout", "rank.*/stderr", "metrics-*.jsonl", OUTCOME_FILE, "ringdance-flight-rank*.json",
     "ringdance-stall-rank*.json", "ringdance-stacks-rank*.txt",
@@ -71,8 +71,8 @@ def guarded(name: str, sink: Sink, warn: Sink) -> Sink:
         except OSError as error:
             failed = True
             warn(
-                f"ringdance: cannot write to {name}: {error.strerror}. The job continues, but writes "
-                "nothing more there\n".encode()
+                f"ringdance: cannot write to {name}: {error.strerror}. The job continues, but nothing "
+                "more is written there\n".encode()
             )
 
     return write
@@ -115,8 +115,8 @@ class Style:
             replaced. ``{on_host}`` becomes ``<host>`` if the job has several hosts, and nothing otherwise.
         clock: If True, the local time precedes the prefix.
         closes: If True, a newline is appended to an unfinished last line.
-        colour: ANSI (SGR) color number for the prefix on the launcher's stream, 0 for none. In the style of
-            a job, any other number gives each rank a color.
+        colour: ANSI (SGR) color number for the prefix on the launcher's stream, 0 for none. In a job's
+            style, any other number means that each rank's prefix gets a color.
         json: If True, each line becomes a JSON object that starts with the prefix.
     """
 
@@ -133,7 +133,7 @@ class Stream:
     Args:
         sink: Sink for the launcher's stream.
         style: Format of the lines, with placeholders in the prefix already replaced.
-        file: Receives a copy of the output if not None.
+        file: File that receives a copy of the output, or None.
         holds: If True, hold back tracebacks and parse marked lines that report a cause (for stderr).
         warn: Sink for a warning if the copy cannot be written. Default: ``sink``.
     """

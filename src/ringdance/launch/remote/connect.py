@@ -79,7 +79,7 @@ class Remote:
     behind: float = math.inf
 
     def time_here(self, when: float) -> float:
-        """Convert a time in a message that has just arrived from the sender's clock to this host's clock.
+        """Convert a time from the other host's clock to this host's. Its message must have just arrived.
 
         The offset is taken from the message with the shortest delay so far.
         """
@@ -168,7 +168,7 @@ def connect(
 def attempt(
     hosts: Sequence[str], shell: RemoteShell, timeout: float, log: Callable[[str], None] = lambda text: None
 ) -> tuple[dict[str, Remote], dict[str, LaunchError]]:
-    """Start agents like ``connect()``. Return those that answer, and the problems of the other hosts."""
+    """Start agents like ``connect()``. Return the agents that answer, and the other hosts' problems."""
     allow_open_files(PIPES * len(hosts), counted(len(hosts), "host"))
     agents: dict[str, Remote] = {}
     problems: dict[str, LaunchError] = {}
@@ -302,7 +302,7 @@ def _start(host: str, command: Sequence[str], **options: Any) -> Remote:
     """Start an agent, or the ssh or srun that starts it. ``options`` are passed to ``subprocess.Popen``."""
     with _starting:
         # Only the launcher handles signals that end the job. It notifies the agents with messages. If a
-        # scheduler's signal to all processes ended an ssh, the ranks on that host would be killed.
+        # scheduler's signal to all processes ended an ssh process, the ranks on its host would be killed.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING if command[0] == "ssh" else ())
         try:
             process = subprocess.Popen(
@@ -362,7 +362,7 @@ def _why(remote: Remote, program: str, python: str) -> _Problem:
         )
     if "ModuleNotFoundError" in error and (python or "'host'" in error):
         where = "" if python else f" in {package_directory()}"
-        return _Problem(f"{here} there has no ringdance{where}", "Install it there in the same way as here")
+        return _Problem(f"{here} there has no ringdance{where}", "Install it there as you did here")
     if program == "ssh" and code == 255:
         output = remote.errors.decode(errors="replace")
         known = (f"{problem}: {fix}" for pattern, problem, fix in SSH_ADVICE if re.search(pattern, output))
@@ -389,7 +389,7 @@ def _unfit(remotes: Iterable[Remote]) -> dict[str, LaunchError]:
             )
         elif facts.python.split(".")[:2] != here.python.split(".")[:2]:
             problems[remote.host] = LaunchError(
-                f"{facts.executable} is Python {facts.python} there, {here.python} here",
+                f"{facts.executable} is Python {facts.python} there, but {here.python} here",
                 "Use the same version on all hosts",
             )
         elif facts.identity in seen:

@@ -20,7 +20,7 @@ _SSH = ("BatchMode=yes", "ConnectTimeout=10", "LogLevel=ERROR")
 
 SSH_ADVICE = (
     (
-        "IDENTIFICATION HAS CHANGED", "its key has changed: the host was reinstalled or another host answers",
+        "IDENTIFICATION HAS CHANGED", "its key has changed: the host was reinstalled or another is answering",
         "if the host was reinstalled, run ssh-keygen -R HOST",
     ),
     (
@@ -101,7 +101,7 @@ def _of_new_hosts(arguments: Sequence[str], host: str) -> Sequence[str]:
 _HOW = ("ssh_port", "ssh_identity_file", "python", "ssh_args")
 
 
-# A parser or a group in one. argparse has no public name for their common base class.
+# ``parser`` is a parser or a group in a parser. argparse has no public name for their common base class.
 def add_host_options(parser: Any, text: str = "hosts, and the number of slots on each") -> None:
     """Add -H, --hostfile and the options for ssh, which ``remote_shell_of()`` reads.
 

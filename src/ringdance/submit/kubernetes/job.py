@@ -92,7 +92,7 @@ class JobRequest:
     name: str = option("name of the job", "train")
     image: str = option("container image, with ringdance, your packages, ssh and sshd", "")
     workers: int = option("number of worker pods", 2, minimum=1)
-    slots: int | None = option("ranks on each worker (default: its GPUs, or 1)", type=int, minimum=1)
+    slots: int | None = option("ranks on each worker (default: one per GPU, or 1)", type=int, minimum=1)
     gpus: int = option("GPUs on each worker", 0, minimum=0)
     cpus: str = option("cores on each worker", "", **{**_SIZE, "metavar": "N"})
     memory: str = option("memory of each worker, such as 32Gi", "", **_SIZE)
@@ -109,7 +109,7 @@ class JobRequest:
     secret_env: Mapping[str, tuple[str, str]] = option(
         "environment variable for the ranks, from a Secret", dict, metavar="NAME=SECRET/KEY", convert=_secrets
     )
-    mpi: str = option("MPI in the image", "OpenMPI", choices=("OpenMPI", "MPICH", "Intel"))
+    mpi: str = option("MPI library in the image", "OpenMPI", choices=("OpenMPI", "MPICH", "Intel"))
     retries: int = option("restarts of the launcher after a failure", 0, minimum=0)
     limit: int | None = option("stop the job after S seconds (default: no limit)", type=int, metavar="S")
     node_selector: Mapping[str, str] = option(
@@ -117,7 +117,7 @@ class JobRequest:
         convert=lambda texts: pairs("--node-selector", texts),
     )  # fmt: skip
     pull_secrets: Sequence[str] = option("Secret for the registry", list, "--pull-secret", metavar="NAME")
-    command: Sequence[str] = option("command of each rank, after --", (), "COMMAND", nargs="*")
+    command: Sequence[str] = option("command that each rank runs, after --", (), "COMMAND", nargs="*")
 
     @property
     def slots_per_worker(self) -> int:

@@ -49,7 +49,7 @@ def _given(document: Document) -> Document:
 
 def _mpijob(request: JobRequest) -> Document:
     policy = {
-        "cleanPodPolicy": "Running",  # deletes workers once the launcher exits, keeps its pod and log
+        "cleanPodPolicy": "Running",  # when the launcher exits, delete the workers but keep its pod and log
         "ttlSecondsAfterFinished": _KEPT_S,
         "backoffLimit": request.retries,
         "activeDeadlineSeconds": request.limit,
@@ -153,7 +153,7 @@ def sshd(directory: str = SSH_DIRECTORY, port: int = SSH_PORT) -> list[str]:
         "StrictModes=no",  # the files of a mounted Secret belong to root and its group
         "PasswordAuthentication=no",
         "KbdInteractiveAuthentication=no",
-        "UsePAM=no",  # it needs root
+        "UsePAM=no",  # PAM needs root
         "PidFile=none",
     )
     return ["/usr/sbin/sshd", "-De", "-p", str(port), *(word for text in settings for word in ("-o", text))]

@@ -43,10 +43,10 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add_options(parser, Estimator)
     text = "data channel, with options such as distribution=s3shardbykey, input_mode=Pipe, shuffle_seed=1"
     add("--input", action="append", default=[], metavar="NAME=S3URI[,...]", help=text)
-    add("-x", "--env", action="append", default=[], metavar="NAME[=VALUE]", help="variable of the container")
-    text = "variable of -x or script argument that is not a secret, although its name looks like one"
+    add("-x", "--env", action="append", default=[], metavar="NAME[=VALUE]", help="environment variable")
+    text = "-x variable or script argument that is not a secret, although its name suggests that it is"
     add("--plain", action="append", default=[], metavar="NAME", help=text)
-    add("--metric", action="append", default=[], metavar="NAME=REGEX", help="metric in the output")
+    add("--metric", action="append", default=[], metavar="NAME=REGEX", help="metric to find in the output")
     add("--name", help="name of the job (default: the script's name and the time)")
     add("--no-wait", action="store_true", help="do not wait for the job to end")
     add("--dry-run", action="store_true", help="print the request as JSON and send nothing")

@@ -27,11 +27,11 @@ class TrainingJob:
     role: str = option("ARN of the job's role", "", key="RoleArn")
     instance_type: str = option("machine type, such as ml.p3.16xlarge", "", key="ResourceConfig.InstanceType")
     instance_count: int = option("number of machines", 1, key="ResourceConfig.InstanceCount")
-    processes_per_host: int | None = option("ranks per machine (default: its GPUs, or 1)", type=int)
+    processes_per_host: int | None = option("ranks per machine (default: one per GPU, or 1)", type=int)
     hyperparameters: Mapping[str, Any] = field(default_factory=dict)
     distribution: Mapping[str, Any] | None = None
     image_uri: str = option(
-        "container image, with sagemaker-training and an MPI", "", "--image", metavar="URI"
+        "container image, with sagemaker-training and an MPI library", "", "--image", metavar="URI"
     )
     _: KW_ONLY
     custom_mpi_options: str = option(
@@ -42,19 +42,19 @@ class TrainingJob:
     region: str | None = option("AWS region (default: AWS_REGION, or boto3's configuration)")
     output_path: str | None = option("S3 URI for model and output", None, "--output", metavar="S3URI")
     code_location: str | None = None
-    volume_size: int = option("size of each disk", 30, metavar="GB", key="ResourceConfig.VolumeSizeInGB")
+    volume_size: int = option("disk size", 30, metavar="GB", key="ResourceConfig.VolumeSizeInGB")
     volume_kms_key: str | None = _sent("ResourceConfig.VolumeKmsKeyId")
     output_kms_key: str | None = _sent("OutputDataConfig.KmsKeyId")
-    max_run: int = option("limit in seconds", 86400, metavar="S", key="StoppingCondition.MaxRuntimeInSeconds")
+    max_run: int = option("maximum run time", 86400, metavar="S", key="StoppingCondition.MaxRuntimeInSeconds")
     input_mode: str = option("input mode of the channels", "File", choices=("File", "Pipe", "FastFile"))
     use_spot_instances: bool = option(
         "use spot instances; needs --max-wait", False, "--spot", key="EnableManagedSpotTraining"
     )
     max_wait: int | None = option(
-        "limit for waiting and running", type=int, metavar="S", key="StoppingCondition.MaxWaitTimeInSeconds"
+        "maximum time to wait and run", type=int, metavar="S", key="StoppingCondition.MaxWaitTimeInSeconds"
     )
     checkpoint_s3_uri: str | None = option(
-        "S3 copy of /opt/ml/checkpoints", None, "--checkpoint", metavar="URI", key="CheckpointConfig.S3Uri"
+        "S3 URI for /opt/ml/checkpoints", None, "--checkpoint", metavar="URI", key="CheckpointConfig.S3Uri"
     )
     checkpoint_local_path: str | None = _sent("CheckpointConfig.LocalPath")
     metric_definitions: Sequence[Mapping[str, str]] = _sent("AlgorithmSpecification.MetricDefinitions", ())

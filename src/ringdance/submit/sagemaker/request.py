@@ -196,7 +196,7 @@ def channels(inputs: Inputs, input_mode: str, workers: int) -> list[dict[str, An
 
 
 def as_channels(inputs: Inputs) -> dict[str, Input]:
-    """Return inputs of any form as a mapping of channels. A single input is called ``training``."""
+    """Return inputs of any form as a dict of channels by name. A single input is called ``training``."""
     if inputs is None:
         return {}
     named = inputs if isinstance(inputs, Mapping) else {"training": inputs}

@@ -146,15 +146,15 @@ def test_unsupported_options_are_errors(line: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("line", "note"),
     [
-        ("--timeout 60", "--timeout: no effect, the job has no time limit"),
+        ("--timeout 60", "--timeout: no effect; the job has no time limit"),
         ("--map-by seq", "--map-by seq: ranks are placed and numbered host by host"),
         ("--rank-by node", "--rank-by node: ranks are placed and numbered host by host"),
         ("-bynode", "--map-by node: ranks are placed and numbered host by host"),
         ("-map-by slot:hwtcpus,oversubscribe", "--map-by slot:hwtcpus,oversubscribe: hwtcpus has no effect"),
-        ("--prefix /opt", "--prefix: no effect, all hosts use the MPI library that this Python loads"),
+        ("--prefix /opt", "--prefix: no effect; all hosts use the MPI library that this Python loads"),
         ("--output tag,xml", "--output xml: no effect"),
         ("--output-filename /d:nocopy", "--output-filename /d:nocopy: the output is also shown here"),
-        ("-merge-stderr-to-stdout", "-merge-stderr-to-stdout: no effect, the two streams stay separate"),
+        ("-merge-stderr-to-stdout", "-merge-stderr-to-stdout: no effect; the two streams stay separate"),
         ("-mca oob_tcp_port 9", "-mca oob_tcp_port: no effect, because this launcher starts the processes"),
         ("-bind-to none -map-by slot:PE=2", "--bind-to none: no effect, because PE=N binds ranks to N cores"),
     ],
