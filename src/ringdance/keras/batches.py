@@ -43,7 +43,7 @@ class _Epochs(keras.callbacks.Callback):  # type: ignore[misc]
 
 
 class _Measurement(keras.callbacks.Callback):  # type: ignore[misc]
-    """Measures for ``ringdance bench input``. Reading may be in a thread, but steps end in the main thread."""
+    """Measures for ``ringdance bench input``. ``fit`` may read in a thread, but steps end in the main one."""
 
     steps = 1 << 30  # Length of the single epoch.
 

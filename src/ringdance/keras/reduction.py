@@ -41,7 +41,7 @@ if keras.backend.backend() in BACKENDS:
 
 
 def true_on_all(condition: Any, name: str, process_set: ProcessSet = global_process_set) -> Any:
-    """Return a boolean scalar: True if ``condition`` is True on all ranks. Also works in compiled programs."""
+    """Return a boolean scalar: True if ``condition`` is True on all ranks. Works in compiled programs too."""
     if not takes_part(process_set):
         return condition
     value = ops.cast(condition, "float32")

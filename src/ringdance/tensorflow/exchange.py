@@ -42,7 +42,7 @@ def plain(function: Function) -> Function:
 
 
 def in_session() -> bool:
-    """Return True if operations added now, also within ``tf.cond``, run in a session, in an order it chooses."""
+    """Return True if operations added now, also in ``tf.cond``, run in a session, in an order it chooses."""
     if tf.executing_eagerly():
         return False
     graph = tf.compat.v1.get_default_graph()

@@ -163,8 +163,7 @@ def _gather(store: Any, key: str, rank: int, size: int, value: Any) -> list[Any]
     except RuntimeError as error:
         raise RankLostError(
             f"Rank {rank} of {size} on host {socket.gethostname()} did not find the other ranks in torch's "
-            f"store. Check that all ranks were started, and that rank 0 and torchrun's agent are still "
-            f"running. {error}"
+            f"store. Check that all ranks were started, and that rank 0 and torchrun's agent are up. {error}"
         ) from error
 
 
