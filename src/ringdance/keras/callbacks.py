@@ -214,7 +214,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
     ) -> None:
         super().__init__()
         if initial_lr is None:
-            raise ArgumentError("initial_lr, the base learning rate, is required. The multiplier scales it.")
+            raise ArgumentError("initial_lr is required: the base learning rate, scaled by the multiplier.")
         self.initial_lr = initial_lr
         self.start_epoch = start_epoch
         self.end_epoch = end_epoch

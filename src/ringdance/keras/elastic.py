@@ -79,7 +79,7 @@ class KerasState(VariablesState):
             )
         for variable, array in zip(self._saved, values, strict=True):
             variable.assign(array)
-        # These are the momentum of an optimizer that had not been built. Reset it to its initial value.
+        # New variables are momentum of an optimizer that had not been built. Reset them to initial values.
         for variable in new_variables:
             variable.assign(np.zeros_like(read(variable)))
         self._drop_gradients()
@@ -89,7 +89,7 @@ class KerasState(VariablesState):
         self._drop_gradients()
 
     def _drop_gradients(self) -> None:
-        """Drop the failed step's gradient sums. In Keras 3, the optimizer's variables hold them instead."""
+        """Drop the failed step's gradient sums. In Keras 3, sums over passes are optimizer variables."""
         if KERAS2:
             importlib.import_module("ringdance.tensorflow.passes").reset_sums()
         elif keras.backend.backend() == "torch":

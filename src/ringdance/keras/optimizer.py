@@ -50,7 +50,7 @@ def DistributedOptimizer(
         device_sparse: Device on which sparse gradients enter the exchange (TensorFlow only).
         compression: ``Compression.fp16`` or ``.bf16`` halves the bytes of float32 gradients.
         sparse_as_dense: Reduce ``tf.IndexedSlices`` as dense gradients.
-        gradient_predivide_factor: Divides gradients before the sum, which is multiplied by it again (Average
+        gradient_predivide_factor: Divides gradients before the sum, which is then multiplied by it (Average
             only).
         op: Average or Sum.
         backward_passes_per_step: Number of steps whose gradients are summed locally, then exchanged and

@@ -60,7 +60,7 @@ class GradientReduction:
             order of their first use. An optimizer that only some ranks have, for example to read a file, does
             not count as long as it is not used.
         operation: Average or Sum.
-        predivide: Divides gradients before the sum, which is multiplied by it again (Average only).
+        predivide: Divides gradients before the sum, which is then multiplied by it (Average only).
         compression: ``Compression.none``, ``.fp16``, ``.bf16``, or an object with compress and decompress.
         sparse_as_dense: Reduce sparse gradients (``tf.IndexedSlices``) as dense ones.
         process_set: The participating ranks. On other ranks gradients stay local.

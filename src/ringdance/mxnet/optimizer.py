@@ -33,7 +33,7 @@ class _Reduction:
 
     Args:
         name: Name of the exchange, the same on all ranks.
-        predivide: Divides gradients before the sum, which is multiplied by it again.
+        predivide: Divides gradients before the sum, which is then multiplied by it.
         groups: Number of lists in which gradients are exchanged. 0 means one list.
         process_set: The participating ranks.
         compression: Compression for the exchange.

@@ -312,7 +312,7 @@ def _backward(call: Call, op: Any, gradients: list[Tensor]) -> list[Tensor]:
     if rule.scale != 1.0:
         gradients = [gradient * tf.cast(rule.scale, gradient.dtype) for gradient in gradients]
     results = perform(back, gradients, name)
-    if keep is Keep.ROOT:  # Depends on the call on all ranks. Otherwise a session may not run it.
+    if keep is Keep.ROOT:  # Results depend on the call on all ranks, or a session might not run it.
         return [tf.where(engine.rank == call.root, result, tf.zeros_like(result)) for result in results]
     if keep is Keep.OWN_ROWS:
         rows = tf.stack([tf.shape(tensor, tf.int64)[0] for tensor in op.inputs])

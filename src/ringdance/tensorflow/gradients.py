@@ -74,7 +74,7 @@ class GradientReducer:
         compression: Cast for dense gradients in the exchange.
         sparse_as_dense: Reduce IndexedSlices as dense tensors.
         op: Average, Sum or another operation.
-        predivide: Divides gradients before the sum, which is multiplied by it again (Average only).
+        predivide: Divides gradients before the sum, which is then multiplied by it (Average only).
         groups: ``None``, a number, or lists of variables to be reduced together.
         process_set: The participating ranks.
         scale_local_gradients: If True, gradients of local variables are divided by the number of ranks.

@@ -121,7 +121,7 @@ def DistributedOptimizer(
         sparse_as_dense: Reduce IndexedSlices as dense tensors instead of gathering their rows.
         backward_passes_per_step: Steps whose gradients are summed before they are reduced and applied.
         op: Average, Sum or Adasum. Adasum combines the weight changes instead of the gradients.
-        gradient_predivide_factor: Divides gradients before the sum, which is multiplied by it again (Average
+        gradient_predivide_factor: Divides gradients before the sum, which is then multiplied by it (Average
             only).
         average_aggregated_gradients: Divide the sums by ``backward_passes_per_step``.
         num_groups: Deprecated. Use ``groups``.

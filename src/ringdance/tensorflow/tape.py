@@ -78,7 +78,7 @@ def DistributedGradientTape(
         compression: ``Compression.fp16`` or ``.bf16`` halves the bytes of float32 gradients.
         sparse_as_dense: Reduce IndexedSlices as dense tensors instead of gathering their rows.
         op: Average, Sum, Adasum, Min, Max or Product.
-        gradient_predivide_factor: Divides gradients before the sum, which is multiplied by it again (Average
+        gradient_predivide_factor: Divides gradients before the sum, which is then multiplied by it (Average
             only).
         num_groups: Deprecated. Use ``groups``.
         groups: Number of groups, or lists of variables that are exchanged together.

@@ -16,7 +16,7 @@ from torch.autograd.function import BackwardCFunction
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_MESSAGE = "Ringdance exchanges data with other processes, which cannot be part of a compiled graph"
+_MESSAGE = "Ringdance's communication between processes cannot be part of a compiled graph"
 
 # torch._C._dynamo.eval_frame: marks a code object so that Dynamo compiles neither its frames nor the frames
 # that they call. This costs nothing per call, and torch._dynamo, whose import takes seconds, is not needed.
@@ -64,7 +64,7 @@ graph_task: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lamb
 def has_run_backward() -> bool:
     """Return True if this process has run a backward pass, other than through ``torch.distributed``."""
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if distributed or "ringdance.torch.backend" in sys.modules:  # Pipeline training may not average.
+    if distributed or "ringdance.torch.backend" in sys.modules:  # Pipeline training averages nothing.
         return False
     tasks: list[int] = []
     with torch.enable_grad():

@@ -236,7 +236,7 @@ def DistributedOptimizer(
         compression: ``Compression.fp16`` or ``.bf16`` halves the bytes of float32 gradients.
         backward_passes_per_step: Backward passes whose gradients are summed locally before each exchange.
         op: Average, Sum or Adasum (which combines the changes of the weights, not the gradients).
-        gradient_predivide_factor: Divides gradients before the sum, which is multiplied by it again (Average
+        gradient_predivide_factor: Divides gradients before the sum, which is then multiplied by it (Average
             only).
         num_groups: Deprecated. Use ``groups``.
         groups: Number of groups, or lists of parameters to exchange together.

@@ -150,7 +150,7 @@ def _wait_for_members(engine: Engine, options: Any) -> None:
             raise engine.end.error()
         raise dist.DistStoreError(
             f"new_group({ranks}): not all {size} members called it within {options.timeout} (the first "
-            "caller's timeout=). Call it on all members at about the same time, or pass a longer timeout=."
+            "caller's timeout=). Call it on all members at about the same time, or pass a longer timeout."
         )
 
 

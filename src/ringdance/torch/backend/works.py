@@ -75,7 +75,7 @@ class GroupWork(dist.Work):
         targets: Memory for the results. A result in other memory is copied there.
         tensors: The call's outputs.
         finish: Called once with the results, in a step of the engine. May raise.
-        timeout: Maximum seconds for ``wait``. After that, this call and all later ones fail on all ranks.
+        timeout: Timeout of ``wait`` in seconds. After that, this call and all later ones fail on all ranks.
         expected: Size that must arrive from each rank (alltoall only).
     """
 
