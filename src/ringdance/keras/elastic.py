@@ -79,7 +79,7 @@ class KerasState(VariablesState):
             )
         for variable, array in zip(self._saved, values, strict=True):
             variable.assign(array)
-        # New variables are momentum of an optimizer that had not been built. Reset them to initial values.
+        # New variables hold the momentum of an optimizer that had not been built. It starts at zero.
         for variable in new_variables:
             variable.assign(np.zeros_like(read(variable)))
         self._drop_gradients()
