@@ -376,7 +376,7 @@ def test_run_of_a_job_that_could_be_elastic(capsys):
         return int(os.environ["HOROVOD_SIZE"])
 
     assert horovod.run(ranks, num_proc=2, min_num_proc=1, max_num_proc=3, hosts="localhost:4") == [3, 3, 3]
-    assert "processes that come and go do not exist yet" in capsys.readouterr().err
+    assert "adding or removing processes is not supported yet" in capsys.readouterr().err
 
 
 def test_run_with_a_function_that_fails(capsys, tmp_path):

@@ -1,4 +1,4 @@
-"""Private JAX names that the binding uses, with the reason and the behavior without each.
+"""Private JAX names that the binding uses, the reason for each, and the behavior without it.
 
 Present in JAX 0.6 to 0.12. Each name is looked up when this module is imported. If one is missing, the
 binding uses the alternative, which the tests cover too.

@@ -39,7 +39,7 @@ Shapes = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class JaxCall:
-    """A call together with the values that JAX fixes besides the arrays. Hashable.
+    """A call, together with the other values that are static in a JAX program. Hashable.
 
     Args:
         call: The collective and its options.
@@ -120,7 +120,7 @@ def is_traced(values: Sequence[Any]) -> bool:
 
 
 def in_program(values: Sequence[Any]) -> bool:
-    """Return True if an exchange of these values, or constants, belongs to a program that JAX is tracing."""
+    """Return True if an exchange of these values (or of constants) belongs to a program being traced."""
     return is_traced(values) or (not _private.no_trace() and is_traced([jax.numpy.zeros(())]))
 
 
@@ -228,7 +228,8 @@ def _call_from_xla(text: str, inputs: list[Array], outputs: list[Array]) -> None
 
 
 _Span = jax.profiler.TraceAnnotation
-# is_enabled is not documented. Without it, each wait creates a span, which checks on its own.
+# is_enabled is not documented. Without it, each wait creates a span, which itself checks whether the profiler
+# is recording.
 session.add_profiler(Profiler(getattr(_Span, "is_enabled", lambda: True), _Span))
 ffi.set_handler(_call_from_xla)
 mlir.register_lowering(_primitive, _by_callback)

@@ -1,8 +1,8 @@
 """A handler for XLA's foreign function interface, through ctypes. Python gets the addresses of XLA's memory.
 
 The structures are declared in ``xla/ffi/api/c_api.h``, which is part of jaxlib. The header is read before
-anything is registered. If a structure has other members than here, ``available()`` is False and no memory is
-accessed.
+anything is registered. If a structure's members differ from the ones declared here, ``available()`` is False
+and no memory is accessed.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ def _views(
     shapes_in, shapes_out = _shapes(text)
     outputs = [array_at(address, *kind) for address, kind in zip(addresses_out, shapes_out, strict=True)]
     known = dict(zip(addresses_out, outputs, strict=True))
-    # An input in an output's memory is the same object, which tells the engine that it works in place.
+    # An input and an output in the same memory are one object, so the engine knows that it works in place.
     inputs = [
         known[address] if address in known and known[address].nbytes else array_at(address, *kind)
         for address, kind in zip(addresses_in, shapes_in, strict=True)

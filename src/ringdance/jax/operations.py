@@ -203,7 +203,7 @@ def reduce_gradients(
 def compare_weights(
     arrays: Values, names: Sequence[str], exchange: str, advice: str, process_set: ProcessSet
 ) -> None:
-    """Compare the parameters of a gradient exchange over the ranks when it is due. See ``weights``."""
+    """Compare a gradient exchange's parameters over the ranks if a comparison is due. See ``weights``."""
     traced, engine = in_program(arrays), session.engine()
     if not traced and not weights.due(engine, set_id(process_set), exchange):
         return

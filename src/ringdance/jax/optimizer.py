@@ -51,14 +51,14 @@ _with_mean_gradient.defvjp(
 
 
 def _of_all_ranks(name: str, key: str, given: Any, process_set: ProcessSet) -> Any:
-    """Wrap an extra argument of ``update`` so that optax computes with the mean over the ranks."""
+    """Replace an extra argument of ``update`` so that optax computes with the mean over the ranks."""
     mean = functools.partial(mean_of, name=f"{name}.{key}", process_set=process_set)
     if key in ("value", "grad"):
         return mean(given)
     if not callable(given) or key not in ("value_fn", "grad_fn"):
         return given
 
-    @functools.wraps(given)  # optax passes the arguments that are in its signature.
+    @functools.wraps(given)  # optax passes the arguments that the signature lists.
     def everywhere(params: Any, *args: Any, **kwargs: Any) -> Any:
         if key == "value_fn":
             params = _with_mean_gradient(params, f"{name}.{key}.gradient", process_set)
@@ -71,7 +71,7 @@ _REFUSED = ("apply_if_finite.", "MultiSteps.")
 
 
 def _check_caller() -> None:
-    """Raise ArgumentError in a wrapper that would skip or sum this rank's gradients before the exchange."""
+    """Raise ArgumentError if the caller is a wrapper that skips or sums gradients before the exchange."""
     if session.engine().size == 1:
         return
     for frame, _ in traceback.walk_stack(None):

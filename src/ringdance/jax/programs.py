@@ -8,7 +8,7 @@ hundreds of arrays this takes longer than the exchange.
 If all programs run on one CPU device, the token between programs is redundant: a thread's programs run one
 after the other, in the order in which they were started (JAX's ``runtime_tokens`` relies on this too). So in
 this case we end the effect where the program ends. Before JAX lowers the traced program, we turn it into one
-operation without an effect, which makes the first token itself. JAX has no public hook for this: see
+operation without an effect, which creates the first token itself. JAX has no public hook for this: see
 ``_private``.
 """
 
@@ -43,7 +43,7 @@ _world: list[tuple[int, int]] = []
 
 
 def _forget_programs() -> None:
-    """Make JAX retrace programs at another rank or size: shapes differ, and one rank exchanges nothing."""
+    """If rank or size changed, make JAX retrace programs: shapes differ, and one rank exchanges nothing."""
     _private.drop_tokens()
     engine = session.engine()
     world = engine.rank, engine.size
@@ -62,7 +62,7 @@ _program.def_abstract_eval(lambda *_, jaxpr: jaxpr.out_avals)
 
 
 def _lower_program(ctx: Any, *operands: Any, jaxpr: Any) -> Any:
-    """Lower the program's operations after a token of its own. The last token is dropped."""
+    """Lower the program's operations. Creates a token for the first one, and drops the last token."""
     inner = ctx.replace(tokens_in=mlir.TokenSet.create([EFFECT]), tokens_out=None)
     return mlir.lower_fun(core.jaxpr_as_fun(jaxpr), multiple_results=True)(inner, *operands)
 
@@ -143,7 +143,7 @@ def settle() -> None:
 
 
 def _finish() -> None:
-    """Wait for programs that still run when the script ends, because other ranks wait for their exchanges.
+    """Wait for programs still running when the script ends: other ranks are waiting for their exchanges.
 
     The wait is limited: if other ranks do not join in the exchanges, they must see that this rank has exited.
     """

@@ -27,11 +27,11 @@ def broadcast_parameters(
     """Return ``params`` with the leaves of global rank ``root_rank``: parameters, optimizer state, anything.
 
     Arrays, including random keys, are broadcast in one exchange. Other leaves (numbers, strings) are
-    broadcast as an object. NumPy arrays of types that JAX does not have enabled (64 bits) stay NumPy arrays.
+    broadcast as an object. NumPy arrays of types that are not enabled in JAX (64 bits) stay NumPy arrays.
 
     Args:
         params: A pytree with equal structure, shapes and types on all ranks. It is not changed.
-        root_rank: Global rank.
+        root_rank: Global rank of the root.
         process_set: The participating ranks.
     """
     leaves, structure = jax.tree.flatten(params)

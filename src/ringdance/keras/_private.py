@@ -1,4 +1,4 @@
-"""Private Keras names that the binding uses or overrides, with the reason and the behavior without each.
+"""Private Keras names that the binding uses or overrides, the reason for each, and the behavior without it.
 
 Present in Keras 3.6 to 3.15 and in Keras 2 (tf_keras) 2.16 to 2.21, which no longer changes. Each name is
 looked up when it is needed. The tests also cover the case in which it is missing.
@@ -59,7 +59,7 @@ def layers_in(model: Any) -> list[Any]:
     """Return a model's layers, including nested layers.
 
     Model._flatten_layers: also yields the layers inside layers. Without this name, nested layers are assumed
-    to have their variables.
+    to have created their variables already.
     """
     flatten = getattr(model, "_flatten_layers", None)
     return list(model.layers if flatten is None else flatten(include_self=False, recursive=True))

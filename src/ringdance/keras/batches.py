@@ -43,9 +43,9 @@ class _Epochs(keras.callbacks.Callback):  # type: ignore[misc]
 
 
 class _Measurement(keras.callbacks.Callback):  # type: ignore[misc]
-    """Measures for ``ringdance bench input``: ``fit`` may read in a thread, but steps end in the main one."""
+    """Measures for ``ringdance bench input``. ``fit`` may read in a thread, but steps end in the main one."""
 
-    steps = 1 << 30  # In the only epoch.
+    steps = 1 << 30  # Length of the single epoch.
 
     def __init__(self, loader: WatchedLoader) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class _Measurement(keras.callbacks.Callback):  # type: ignore[misc]
         self._sizes: deque[int] = deque()  # Sizes of the batches that were read but not yet trained with.
 
     def batches(self) -> Iterator[Any]:
-        """Yield batches endlessly."""
+        """Yield batches forever."""
         self._sizes.clear()
         for batch in self._loader.drawn():
             self._sizes.append(samples_of(batch))
@@ -61,7 +61,7 @@ class _Measurement(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_train_begin(self, logs: Any = None) -> None:
         if self._loader.part == "loader":
-            for _ in self._loader:  # The loader ends the script.
+            for _ in self._loader:  # The loader itself ends the script.
                 pass
         self._loader.begin()
 
@@ -101,7 +101,7 @@ class BatchSequence(_Sequence):  # type: ignore[misc]
         return self._measurement.steps if self._measurement else len(self.loader)
 
     def __getitem__(self, index: int) -> tuple[Any, Any, Any]:
-        """Return a batch: inputs, labels (n,), and weights (n,) float32.
+        """Return a batch: inputs, labels (n,), and weights (n,) as float32.
 
         Raises:
             ArgumentError: ``index`` is neither 0 nor the index after the previous batch's.
@@ -131,7 +131,7 @@ class _Ahead:
 
     def __iter__(self) -> Iterator[Any]:
         if getattr(self._data, "use_multiprocessing", False):
-            raise ArgumentError("A PyDataset with use_multiprocessing=True cannot be measured. Omit this.")
+            raise ArgumentError("A PyDataset can only be measured without use_multiprocessing=True.")
         with ThreadPoolExecutor(max(1, getattr(self._data, "workers", 1))) as pool:
             ahead = deque[Future[Any]]()
             for index in range(len(self._data)):

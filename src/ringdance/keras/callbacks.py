@@ -64,13 +64,13 @@ _EACH_ITS_OWN = (
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignore[misc]
     """Broadcasts the root's model and optimizers when training starts or resumes from a checkpoint.
 
-    The broadcast happens before the first step. It is repeated after that step if on some rank a layer or an
-    optimizer had no variables before: layers that a subclassed model has not called yet, or optimizers that
-    it holds as attributes. Put this callback first in the list. It warns if callbacks on several ranks of a
-    host write to the same path.
+    The broadcast happens before the first step. It is repeated after that step if, on some rank, a layer or
+    an optimizer had no variables before. This can happen with layers that a subclassed model has not called
+    yet, and with optimizers that it holds as attributes. Put this callback first in the list. It warns if
+    callbacks on several ranks of a host write to the same path.
 
     Args:
-        root_rank: Global rank.
+        root_rank: Global rank of the root.
         device: Accepted and ignored.
         local_variables: Variables to skip.
     """
@@ -194,7 +194,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
     Each epoch's learning rate is written to its logs as ``lr``.
 
     Args:
-        initial_lr: The learning rate to multiply.
+        initial_lr: The base learning rate, which is multiplied by ``multiplier(epoch)``.
         multiplier: A function of the epoch, or a constant c, meaning ``c ** (epoch - start_epoch)``.
         start_epoch: The first epoch in which this callback acts.
         end_epoch: The first epoch in which it no longer acts. None means no end.
@@ -214,7 +214,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
     ) -> None:
         super().__init__()
         if initial_lr is None:
-            raise ArgumentError("initial_lr is required: the learning rate that the multiplier multiplies.")
+            raise ArgumentError("initial_lr is required: the base learning rate, scaled by the multiplier.")
         self.initial_lr = initial_lr
         self.start_epoch = start_epoch
         self.end_epoch = end_epoch
@@ -244,7 +244,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
         self.current_epoch = epoch
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Set the learning rate, in the first batch or in each batch."""
+        """Set the learning rate: with ``staircase`` in the epoch's first batch, otherwise in each batch."""
         epoch = self.current_epoch
         if epoch < self.start_epoch or (self.end_epoch is not None and epoch >= self.end_epoch):
             return

@@ -44,9 +44,9 @@ class KerasState(VariablesState):
     """A model, its optimizer and plain attributes, committed and restored together.
 
     Args:
-        model: A model that has its weights.
-        optimizer: An optimizer. By default the one that the model was compiled with, and the optimizers that
-            the model holds as attributes.
+        model: A model whose weights have been created.
+        optimizer: An optimizer. Default: the optimizer that the model was compiled with, and the optimizers
+            that the model holds as attributes.
         kwargs: Further attributes. See ``ObjectState``.
 
     Raises:
@@ -79,7 +79,7 @@ class KerasState(VariablesState):
             )
         for variable, array in zip(self._saved, values, strict=True):
             variable.assign(array)
-        # Momentum of an optimizer that had not been built: reset it to its initial value.
+        # New variables hold the momentum of an optimizer that had not been built. It starts at zero.
         for variable in new_variables:
             variable.assign(np.zeros_like(read(variable)))
         self._drop_gradients()
@@ -89,7 +89,7 @@ class KerasState(VariablesState):
         self._drop_gradients()
 
     def _drop_gradients(self) -> None:
-        """Drop the failed step's sums. In Keras 3, sums of passes are variables of the optimizer."""
+        """Drop the failed step's gradient sums. In Keras 3, sums over passes are optimizer variables."""
         if KERAS2:
             importlib.import_module("ringdance.tensorflow.passes").reset_sums()
         elif keras.backend.backend() == "torch":

@@ -24,8 +24,8 @@ class Keras2Distributed(Distributed):
     _passes: int = 1
     _average: bool = False
 
-    # Created when needed, because from_config() creates objects of this class too. __setattr__ would track
-    # them.
+    # Created when needed, because from_config() creates objects of this class too. Keras's __setattr__ would
+    # track them.
     @cached_property
     def _agg_helper(self) -> PassSums | None:
         """Sums of several passes. Scripts read its ``counter``."""

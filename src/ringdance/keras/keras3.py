@@ -96,7 +96,7 @@ def class_options(base: type) -> dict[str, Any]:
 
 
 def pass_options(optimizer: Any, passes: int, average: bool) -> dict[str, Any]:
-    """Let Keras accumulate over ``passes``. Return the options for a sum instead of its mean."""
+    """Let Keras accumulate over ``passes``. Return the options that turn its mean into a sum, if needed."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     if passes > 1 or inner.gradient_accumulation_steps:
         _private.check_accumulation(inner)
@@ -118,7 +118,7 @@ def pass_options(optimizer: Any, passes: int, average: bool) -> dict[str, Any]:
 
 @functools.cache
 def adapt() -> None:
-    """Patch Keras for distributed optimizers: check for infinities on all ranks, and no XLA on TensorFlow."""
+    """Patch Keras for distributed optimizers: check all ranks for infinities, and avoid XLA on TensorFlow."""
     scaler = keras.optimizers.LossScaleOptimizer
     check_finite = scaler.check_finite
 

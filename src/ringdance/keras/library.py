@@ -1,4 +1,4 @@
-"""The Keras in use: Keras 3, or Keras 2 (``tf_keras``) if ``TF_USE_LEGACY_KERAS`` makes it ``tf.keras``.
+"""The Keras in use: Keras 3, or Keras 2 (``tf_keras``) if the variable ``TF_USE_LEGACY_KERAS`` selects it.
 
 All modules of this package import ``keras`` from here. This module hides the differences between the two,
 except the way in which an optimizer applies gradients, which is in ``keras3`` and ``keras2``.
@@ -56,7 +56,7 @@ def number(value: Any) -> float:
 
 
 def forms(variable: Any) -> set[int]:
-    """Return the ids of a Keras variable and, on TensorFlow, of its tf.Variable. Loops use both."""
+    """Return the ids of a Keras variable and, on TensorFlow, its tf.Variable. Training loops use either."""
     # On JAX a variable has no value while a step is compiled.
     both = not KERAS2 and keras.backend.backend() == "tensorflow" and isinstance(variable, keras.Variable)
     return {id(variable), id(variable.value if both else variable)}

@@ -12,9 +12,10 @@ from ringdance.training.loaders.binding import arrays
 def image_loader(dataset: Any, batch_size: int, **options: Any) -> BatchSequence:
     """Return a loader of this rank's part of each batch, for ``model.fit`` on any backend.
 
-    All ranks must make this call, and it compares their arguments. It yields images (n, size, size, 3) uint8,
-    labels (n,) int64, and sample weights. The weights scale each rank's loss so that the average of the
-    ranks' gradients is the mean over all ranks' samples, even for an epoch's last batch, which may be short::
+    All ranks must make this call, which compares their arguments. The loader yields images (n, size, size, 3)
+    as uint8, labels (n,) as int64, and sample weights. The weights scale each rank's loss so that the average
+    of the ranks' gradients is the mean over all ranks' samples, even for an epoch's last batch, which may be
+    short::
 
         loader = hvd.image_loader(dataset, 32)
         model.fit(loader, epochs=90, shuffle=False, callbacks=[loader.callback, ...])
@@ -36,10 +37,10 @@ def image_loader(dataset: Any, batch_size: int, **options: Any) -> BatchSequence
 def table_loader(table: Table, batch_size: int, **options: Any) -> BatchSequence:
     """Return a loader of this rank's part of each batch, for ``model.fit`` on any backend.
 
-    All ranks must make this call, and it compares their arguments. It yields a mapping with "ids" (n, fields)
-    int64 and "values" (n, fields) float32, labels (n,) float32, and sample weights. The remarks on weights
-    and ``fit`` in ``image_loader`` apply here too. In your own training loop, use ``loader.loader``, which
-    yields a ``ringdance.data.TableBatch`` of NumPy arrays::
+    All ranks must make this call, which compares their arguments. The loader yields a mapping with "ids"
+    (n, fields) as int64 and "values" (n, fields) as float32, labels (n,) as float32, and sample weights. The
+    remarks on weights and ``fit`` in ``image_loader`` apply here too. In your own training loop, use
+    ``loader.loader``, which yields a ``ringdance.data.TableBatch`` of NumPy arrays::
 
         loader = hvd.table_loader(Table.open("/data/criteo"), 1024)
         model.fit(loader, epochs=3, shuffle=False, callbacks=[loader.callback, ...])

@@ -39,7 +39,8 @@ def DistributedOptimizer(
     """Make an optimizer reduce its gradients over the ranks, and return it.
 
     The optimizer stays the same object. Its class becomes a subclass with the same name, which Keras saves
-    and loads like the plain class. All ranks call this, and use several optimizers in the same order.
+    and loads like the plain class. All ranks call this. If they have several optimizers, they must use them
+    in the same order.
 
     Args:
         optimizer: Any optimizer of the Keras in use, including a ``LossScaleOptimizer`` and Keras 2's legacy
@@ -49,7 +50,8 @@ def DistributedOptimizer(
         device_sparse: Device on which sparse gradients enter the exchange (TensorFlow only).
         compression: ``Compression.fp16`` or ``.bf16`` halves the bytes of float32 gradients.
         sparse_as_dense: Reduce ``tf.IndexedSlices`` as dense gradients.
-        gradient_predivide_factor: Divides gradients before the sum, undone after it (Average only).
+        gradient_predivide_factor: Divides gradients before the sum, which is then multiplied by it (Average
+            only).
         op: Average or Sum.
         backward_passes_per_step: Number of steps whose gradients are summed locally, then exchanged and
             applied. Keras 3 uses ``gradient_accumulation_steps``, whose mean is scaled to a sum.
@@ -128,7 +130,10 @@ def PartialDistributedOptimizer(
 
 
 def _distributed(optimizer: Any, attributes: dict[str, Any]) -> Any:
-    """Replace an optimizer's class by a distributed subclass that Keras saves as the class. Return it."""
+    """Replace an optimizer's class with a distributed subclass, and return the optimizer.
+
+    Keras saves the subclass as if it were the original class.
+    """
     hooks.adapt()
     reducing = hooks.unwrapped(optimizer)
     base = type(reducing)
@@ -146,7 +151,7 @@ def load_model(
     filepath: Any, custom_optimizers: Any = None, custom_objects: dict[str, Any] | None = None,
     compression: Any = Compression.none, legacy_opts: bool = False,
 ) -> Any:
-    """Load a model, with its optimizer as a DistributedOptimizer in the saved state.
+    """Load a model. Its optimizer becomes a DistributedOptimizer with the saved state.
 
     A ``.keras`` file keeps the optimizer's options, except ``compression``, ``groups`` and devices. For other
     formats, a warning says that the defaults are used.
@@ -177,11 +182,11 @@ def load_model(
 
 
 def _saved_options(filepath: Any) -> dict[str, Any]:
-    """Return the options of the DistributedOptimizer that a model was saved with, or none for a plain one."""
+    """Return the options of a saved model's DistributedOptimizer, or none if its optimizer was plain."""
     if not zipfile.is_zipfile(filepath):
         if session.engine().rank == 0:
             warnings.warn(
-                f"{filepath} does not say how gradients were reduced, as .keras files do. Using "
+                f"{filepath} does not say how gradients were reduced (only .keras files do). Using "
                 "DistributedOptimizer with its defaults (op=Average, all ranks, no local layers).",
                 stacklevel=level_of_caller(),
             )

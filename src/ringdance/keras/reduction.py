@@ -41,7 +41,7 @@ if keras.backend.backend() in BACKENDS:
 
 
 def true_on_all(condition: Any, name: str, process_set: ProcessSet = global_process_set) -> Any:
-    """Return a boolean scalar that is True if ``condition`` is True on all ranks. Works in programs too."""
+    """Return a boolean scalar: True if ``condition`` is True on all ranks. Works in compiled programs too."""
     if not takes_part(process_set):
         return condition
     value = ops.cast(condition, "float32")
@@ -60,7 +60,7 @@ class GradientReduction:
             order of their first use. An optimizer that only some ranks have, for example to read a file, does
             not count as long as it is not used.
         operation: Average or Sum.
-        predivide: Divides gradients before the sum, undone after it (Average only).
+        predivide: Divides gradients before the sum, which is then multiplied by it (Average only).
         compression: ``Compression.none``, ``.fp16``, ``.bf16``, or an object with compress and decompress.
         sparse_as_dense: Reduce sparse gradients (``tf.IndexedSlices``) as dense ones.
         process_set: The participating ranks. On other ranks gradients stay local.

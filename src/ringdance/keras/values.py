@@ -68,13 +68,13 @@ def broadcast_variables(
 ) -> None:
     """Overwrite ``model.variables`` or an optimizer's variables with the values of global rank ``root_rank``.
 
-    Each rank keeps its own seeds of random generators. Between the passes of a step, it also keeps its own
-    gradient sums. A rank whose sums are all zero takes the root's, for example after only rank 0 has loaded a
+    Each rank keeps its own random seeds. Between the passes of a step, it also keeps its own gradient sums.
+    But if a rank's sums are all zero, it takes the root's sums, for example after only rank 0 has loaded a
     checkpoint.
 
     Args:
         variables: Keras variables with equal shapes and types, in the same order on all ranks.
-        root_rank: Global rank.
+        root_rank: Global rank of the root.
         process_set: The participating ranks.
     """
     engine = session.engine()

@@ -12,7 +12,7 @@ NDArray = Any
 
 
 class Trainer(mx.gluon.Trainer):  # type: ignore[misc]
-    """A Gluon trainer without kvstore that calls ``reduce_gradients`` where others push and pull.
+    """A Gluon trainer without kvstore. Calls ``reduce_gradients`` where other trainers push and pull.
 
     ``_allreduce_grads``: ``step`` and ``allreduce_grads`` call it before ``_update``. MXNet has no public
     hook between the computation of gradients and their use. Without this name, ``step`` would train each rank
@@ -37,8 +37,9 @@ class Trainer(mx.gluon.Trainer):  # type: ignore[misc]
 
 
 def after_init(parameter: Any, function: Callable[[list[NDArray]], None]) -> None:
-    """Call a function with a Gluon parameter's arrays when it gets its first values. Deep copies call it too.
+    """Call a function with a Gluon parameter's arrays when the parameter gets its first values.
 
+    Deep copies of the parameter call the function too.
     ``_init_impl``: sets the values, even if the shape is known only in the first forward pass.
     """
 

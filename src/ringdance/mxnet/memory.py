@@ -46,10 +46,10 @@ def array_of(tensor: NDArray, written: bool = False) -> Array:
 
     Args:
         tensor: The array. It is complete on return.
-        written: If True, the view is for writing, and no operation reads the array any more on return.
+        written: If True, the view is for writing, and no operation is still reading the array on return.
 
     Raises:
-        ArgumentError: The value is not an array, or it is a sparse one.
+        ArgumentError: The value is not an array, or it is a sparse array.
         MXNetError: The operation that computes the array has failed.
     """
     if not isinstance(tensor, mx.nd.NDArray):

@@ -1,10 +1,10 @@
 """Collective functions on MXNet arrays, with Horovod's names, argument order and results.
 
 The arguments documented for ``allreduce`` mean the same everywhere. ``name`` is the key that matches the
-ranks' calls; unnamed calls match by order. ``process_set`` holds the participating ranks. All functions raise
-the same kinds of errors. Functions whose names end with ``_`` write into their argument. ``grouped_``
-functions exchange several arrays together. None is differentiable. A call returns when its results are
-complete. ``priority`` has no effect.
+ranks' calls; unnamed calls match by order. ``process_set`` contains the participating ranks. All functions
+raise the same kinds of errors. Functions whose names end with ``_`` write into their argument. ``grouped_``
+functions exchange several arrays together. None of the functions is differentiable. A call returns when its
+results are complete. ``priority`` has no effect.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def allreduce(
 
     Args:
         tensor: Array with equal shape and type on all ranks.
-        average: Old form of ``op``: True means Average, False means Sum.
+        average: Deprecated form of ``op``: True means Average, False means Sum.
         name: Key that matches the ranks' calls. Unnamed calls match by order.
         priority: Accepted and ignored.
         prescale_factor: Factor applied to each rank's input.

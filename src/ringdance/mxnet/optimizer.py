@@ -33,7 +33,7 @@ class _Reduction:
 
     Args:
         name: Name of the exchange, the same on all ranks.
-        predivide: Divisor before the sum, undone after it.
+        predivide: Divides gradients before the sum, which is then multiplied by it.
         groups: Number of lists in which gradients are exchanged. 0 means one list.
         process_set: The participating ranks.
         compression: Compression for the exchange.
@@ -48,7 +48,7 @@ class _Reduction:
         self.compression = compression
 
     def __call__(self, gradients: Sequence[NDArray], names: Sequence[str], suffix: str = "") -> None:
-        """Average gradients. ``names``: their parameters' names. ``suffix``: a text unique in the step."""
+        """Average gradients. ``names``: their parameters' names. ``suffix``: text unique within the step."""
         pairs = [self.compression.compress(gradient) for gradient in gradients]
         calls = []
         parts = np.array_split(np.arange(len(pairs)), min(self.groups, len(pairs)) or 1)
@@ -63,7 +63,7 @@ class _Reduction:
                 gradient[()] = self.compression.decompress(small, context)
 
     def compare(self, tensors: Sequence[NDArray], names: Sequence[str], suffix: str = "") -> None:
-        """Compare parameters over the ranks when it is due. See ``weights``."""
+        """Compare parameters over the ranks if a comparison is due. See ``weights``."""
         name, number = f"{self.name}{suffix}", set_id(self.process_set)
         with as_mxnet():
             weights.compare_if_due(name, names, _ADVICE, number, lambda: sample_of(tensors))
@@ -80,14 +80,14 @@ class DistributedTrainer(Trainer):
         optimizer: A name or an optimizer, as in ``gluon.Trainer``. Equal on all ranks.
         optimizer_params: Options of the optimizer, as in ``gluon.Trainer``. Equal on all ranks.
         compression: ``Compression.fp16`` halves the bytes of float32 gradients.
-        gradient_predivide_factor: Divisor before the sum, undone after it. The result is still the average.
+        gradient_predivide_factor: Divides gradients before the sum. The result is still the average.
         prefix: Name of the exchange. Needed if the ranks do not create their trainers in the same order.
         num_groups: Number of lists in which gradients are exchanged. 0 means one list.
         process_set: The participating ranks. On other ranks this is a plain trainer.
 
     Raises:
-        ValueError: Parameters are on several devices, an argument has the wrong kind, or a
-            ``DistributedOptimizer`` has another process set or predivide factor.
+        ValueError: Parameters are on several devices, an argument has the wrong type, or a
+            ``DistributedOptimizer`` has a different process set or predivide factor.
     """
 
     def __init__(
@@ -142,9 +142,9 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
 
     Args:
         optimizer: The optimizer to wrap.
-        gradient_predivide_factor: Divisor before the sum, undone after it. The result is still the average.
+        gradient_predivide_factor: Divides gradients before the sum. The result is still the average.
         num_groups: Number of lists in which gradients passed together are exchanged. 0 means one list.
-        process_set: The participating ranks. On other ranks it only updates.
+        process_set: The participating ranks. On other ranks, the optimizer only updates parameters.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
         self.__dict__.update(_optimizer=optimizer, _reduction=reduction, _first=None)
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("_optimizer", "_reduction", "_first"):  # Missing while it is unpickled.
+        if name in ("_optimizer", "_reduction", "_first"):  # Missing while this object is being unpickled.
             raise AttributeError(name)
         return getattr(self._optimizer, name)
 

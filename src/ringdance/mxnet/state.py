@@ -21,16 +21,16 @@ def broadcast_parameters(params: Any, root_rank: int = 0, prefix: str | None = N
     """Overwrite parameters with the values of global rank ``root_rank``.
 
     If a Gluon parameter has no values yet, because its shape is known only in the first forward pass, it is
-    broadcast when it gets them.
+    broadcast once it has them.
 
     Args:
         params: The result of ``collect_params()``, or a dictionary of parameters or arrays. Keys are equal on
             all ranks.
-        root_rank: Global rank.
+        root_rank: Global rank of the root.
         prefix: Prefix for the names of the operations. The key follows it.
 
     Raises:
-        ValueError: ``params`` is something else.
+        ValueError: ``params`` has the wrong type.
     """
     if not isinstance(params, (dict, mx.gluon.ParameterDict)):
         raise ArgumentError(

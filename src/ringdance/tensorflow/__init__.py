@@ -1,6 +1,6 @@
 """Ringdance for TensorFlow: ``import ringdance.tensorflow as hvd``.
 
-Names, signatures and results match Horovod's tensorflow module. The functions document them.
+Names, signatures and results match Horovod's tensorflow module. Each function's docstring describes them.
 """
 
 from ringdance.training.exports import *  # isort: skip  # First, because some names are replaced below.

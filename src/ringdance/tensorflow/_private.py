@@ -1,4 +1,4 @@
-"""Private TensorFlow names that the binding uses, with the reason and the behavior without each.
+"""Private TensorFlow names that the binding uses, the reason for each, and the behavior without it.
 
 Present in TensorFlow 2.16 to 2.21. Each name is looked up when this module is imported. If one is missing,
 the binding uses the alternative, which the tests cover too. The private names of Keras's optimizers are in
@@ -35,7 +35,7 @@ def record(kind: str, inputs: Sequence[Any], text: Callable[[], str], outputs: S
 
 
 # profiler.trace.enabled: True while TensorFlow's profiler is recording. Without it, each wait creates a span,
-# which checks on its own.
+# which itself checks whether the profiler is recording.
 profiler_running: Callable[[], bool] = _find("profiler.trace", "enabled", lambda: True)
 
 

@@ -23,7 +23,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[m
     the exchange. With one rank and in inference, this is the plain layer.
 
     Args:
-        fused: Must be False, because the fused kernel knows only its own batch.
+        fused: Must be False, because the fused kernel sees only this rank's batch.
         **kwargs: Arguments of ``keras.layers.BatchNormalization``.
 
     Raises:
@@ -55,7 +55,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[m
         # digits of the variance that float32 can represent.
         mean64, variance64 = (tf.cast(tf.where(count > 0, stat, 0), tf.float64) for stat in (mean, variance))
         weight, center = tf.cast(count, tf.float64), tf.zeros_like(mean64)
-        if inputs.dtype == tf.float64:  # It represents more digits: square the distances from the mean.
+        if inputs.dtype == tf.float64:  # float64 has more digits: use squared distances from the mean.
             weighted = tf.stop_gradient(tf.stack([mean64, tf.ones_like(mean64)]) * weight)
             sums = allreduce(weighted, op=Sum, name=f"sync_batch_norm.{self.name}.centre")
             center = sums[0] / sums[1]

@@ -36,7 +36,7 @@ class TensorFlowState(VariablesState):
     """Variables and plain attributes, committed and restored together.
 
     Args:
-        variables: TensorFlow or Keras variables. In a ``tf.compat.v1`` graph the default is all global ones.
+        variables: TensorFlow or Keras variables. Default in a ``tf.compat.v1`` graph: all global variables.
         session: A ``tf.compat.v1`` session, or None in eager execution.
         kwargs: Further attributes.
 
@@ -78,7 +78,7 @@ class TensorFlowKerasState:
     """A ``ringdance.keras.elastic.KerasState``. ``backend`` is accepted and ignored."""
 
     def __new__(cls, model: Any, optimizer: Any = None, backend: Any = None, **kwargs: Any) -> Any:
-        """Create the state. Keras is imported here rather than with the TensorFlow binding."""
+        """Create the state. Keras is imported only here, not together with the TensorFlow binding."""
         keras: Any = importlib.import_module("ringdance.keras")
         return object.__new__(type(cls.__name__, (cls, keras.elastic.KerasState), {}))
 

@@ -42,7 +42,7 @@ def plain(function: Function) -> Function:
 
 
 def in_session() -> bool:
-    """Return True if a session will run operations added now, in its own order; also within ``tf.cond``."""
+    """Return True if operations added now, also in ``tf.cond``, run in a session, in an order it chooses."""
     if tf.executing_eagerly():
         return False
     graph = tf.compat.v1.get_default_graph()
@@ -166,7 +166,7 @@ def _operation(
 
     Args:
         kind: The type of operation.
-        name: The operation's name. By default the kind.
+        name: The operation's name. Default: ``kind``.
         inputs: Input tensors.
         outputs: Types of the results.
         attributes: Strings, numbers, and lists of types.
@@ -199,8 +199,8 @@ def perform_all(calls: Sequence[tuple[Call, Sequence[Tensor]]]) -> list[list[Ten
     """Return the results of several reductions that run concurrently.
 
     In a function, each reduction is submitted when its tensors are ready, and one operation waits for all. In
-    a session, the others start after the first: if a rank has refused the first, it fails on all ranks, and
-    nothing waits for that rank.
+    a session, the other reductions start only after the first: if a rank has refused the first, it fails on
+    all ranks, and nothing waits for that rank.
     """
     if len(calls) == 1 or in_session() or not _private.RECORDS:
         first = perform(*calls[0])
@@ -262,7 +262,7 @@ def number(what: str, about: int | str = 0, name: str | None = None) -> Tensor:
 
 
 def order_after(results: Sequence[Tensor]) -> None:
-    """Run calls that a function makes from now on after these results of ``tf.cond``.
+    """Make a function's later calls run after these results of ``tf.cond``.
 
     TensorFlow runs a function's stateful operations in program order, but does not order later ones after
     those inside ``tf.cond``. Ranks with a single thread for operations could then wait for different calls
@@ -303,7 +303,7 @@ def _backward(call: Call, op: Any, gradients: list[Tensor]) -> list[Tensor]:
     rule = call.backward(engine)
     back, keep = rule.call, rule.keep
     name = None if tf.executing_eagerly() else f"{call.kind.name.title()}Gradient"
-    if in_session() and back.name is not None:  # If requested twice, both may be in one run.
+    if in_session() and back.name is not None:  # A gradient requested twice may be in one run.
         back = back.but(name=unique_in_session(back.name))
     if call.tables:
         return _rows_gradient(back, op, gradients)
@@ -312,7 +312,7 @@ def _backward(call: Call, op: Any, gradients: list[Tensor]) -> list[Tensor]:
     if rule.scale != 1.0:
         gradients = [gradient * tf.cast(rule.scale, gradient.dtype) for gradient in gradients]
     results = perform(back, gradients, name)
-    if keep is Keep.ROOT:  # A session runs only what results depend on: all ranks' results use the call.
+    if keep is Keep.ROOT:  # Results depend on the call on all ranks, or a session might not run it.
         return [tf.where(engine.rank == call.root, result, tf.zeros_like(result)) for result in results]
     if keep is Keep.OWN_ROWS:
         rows = tf.stack([tf.shape(tensor, tf.int64)[0] for tensor in op.inputs])

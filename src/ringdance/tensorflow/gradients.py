@@ -74,7 +74,7 @@ class GradientReducer:
         compression: Cast for dense gradients in the exchange.
         sparse_as_dense: Reduce IndexedSlices as dense tensors.
         op: Average, Sum or another operation.
-        predivide: Divides gradients before the sum, undone after it (Average only).
+        predivide: Divides gradients before the sum, which is then multiplied by it (Average only).
         groups: ``None``, a number, or lists of variables to be reduced together.
         process_set: The participating ranks.
         scale_local_gradients: If True, gradients of local variables are divided by the number of ranks.
@@ -157,13 +157,13 @@ class GradientReducer:
                 with tf.device(self.devices[1]), tf.control_dependencies(first):
                     named = call("rows" if dense else 0, True, [variables[index] for index in sparse])
                     self._reduce_sparse(results, sparse, variables, named)
-            if not dense and not sparse and variables:  # Other ranks may have some and wait for this one.
+            if not dense and not sparse and variables:  # Other ranks may have gradients and be waiting.
                 perform(call(0, True), [tf.zeros(1)])
             self._compare_weights(key, [variables[index] for index in sorted([*dense, *sparse])])
         return results
 
     def _compare_weights(self, key: str, variables: Sequence[Any]) -> None:
-        """Compare the ranks' variables when it is due. See ``training.gradients.weights``."""
+        """Compare the ranks' variables if a comparison is due. See ``training.gradients.weights``."""
         named = [(_name_of(variable), variable_of(variable)) for variable in variables]
         named = [
             (name, variable) for name, variable in named
@@ -190,11 +190,11 @@ class GradientReducer:
 
     def _key(self, variables: Sequence[Any]) -> str:
         # In the main thread, variables whose shapes differ by mistake must match under one name, so that the
-        # error shows the shapes. Other threads have no certain order, so shapes distinguish their models.
+        # error shows the shapes. The order of other threads may vary, so shapes distinguish their models.
         shape = len if threading.current_thread() is threading.main_thread() else tuple
         described = repr([(shape(item.shape), tf.as_dtype(item.dtype).name) for item in variables])
         key = f"{self.name}.{hashlib.blake2b(described.encode(), digest_size=4).hexdigest()}"
-        if in_session():  # It may run two exchanges at the same time.
+        if in_session():  # A session may run two exchanges at the same time.
             return unique_in_session(key)
         last = variable_of(variables[-1]) if variables else None
         if not isinstance(last, tf.Variable):

@@ -6,8 +6,8 @@ Horovod, all of them support bfloat16, bool, complex numbers and all integers.
 The arguments documented for ``allreduce`` mean the same everywhere. ``name`` is the key that matches the
 ranks' calls. Without a name, eager calls match by order. Calls in a graph match by their operation's name,
 which is made from the tensor's name and the name scopes (with ``ignore_name_scope``, without the scopes).
-``process_set`` holds the participating ranks. Errors are ``tf.errors`` classes. In eager calls they are also
-Ringdance's classes.
+``process_set`` contains the participating ranks. Errors are ``tf.errors`` classes. In eager calls they are
+also Ringdance's classes.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _reduce(
 
 def _label(tensor: Tensor) -> str:
     """Return a tensor's name in the graph, in a form that can be part of another name."""
-    # An eager tensor from outside the graph has a number for a name. It counts only this process's tensors.
+    # The name of an eager tensor from outside the graph is a number that counts this process's tensors.
     return "captured" if tensor.op.name.isdigit() else re.sub("[^a-zA-Z0-9]", "_", tensor.name)
 
 

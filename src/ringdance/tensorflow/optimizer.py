@@ -1,6 +1,6 @@
 """Optimizers whose gradients are reduced over the ranks.
 
-This module wraps optimizers of ``tf.compat.v1.train``. ``ringdance.keras`` wraps Keras's for all backends.
+This module wraps optimizers of ``tf.compat.v1.train``. ``ringdance.keras`` wraps Keras optimizers.
 """
 
 from __future__ import annotations
@@ -112,7 +112,8 @@ def DistributedOptimizer(
 
     Args:
         optimizer: A ``tf.compat.v1.train`` optimizer or a Keras optimizer.
-        name: Name of the optimizer and start of its exchanges' names. Default: "Distributed" and the class.
+        name: Name of the optimizer and prefix of its exchanges' names. Default: "Distributed" (for Adasum
+            "DistributedDelta") followed by the class name.
         use_locking: Passed to ``tf.compat.v1.train.Optimizer``.
         device_dense: Device on which dense gradients enter the exchange.
         device_sparse: Device on which IndexedSlices enter the exchange.
@@ -120,7 +121,8 @@ def DistributedOptimizer(
         sparse_as_dense: Reduce IndexedSlices as dense tensors instead of gathering their rows.
         backward_passes_per_step: Steps whose gradients are summed before they are reduced and applied.
         op: Average, Sum or Adasum. Adasum combines the weight changes instead of the gradients.
-        gradient_predivide_factor: Divides gradients before the sum, undone after it (Average only).
+        gradient_predivide_factor: Divides gradients before the sum, which is then multiplied by it (Average
+            only).
         average_aggregated_gradients: Divide the sums by ``backward_passes_per_step``.
         num_groups: Deprecated. Use ``groups``.
         groups: Number of groups, or lists of variables that are exchanged together.
@@ -154,5 +156,5 @@ def DistributedOptimizer(
     if process_set is not global_process_set:
         raise NotImplementedError("The Adasum optimizer works only on all ranks, not on a process set.")
     if backward_passes_per_step > 1:
-        raise NotImplementedError("The tf.compat.v1 Adasum optimizer supports one pass per step only.")
+        raise NotImplementedError("The tf.compat.v1 Adasum optimizer supports only one pass per step.")
     return _Delta(optimizer, reducer, use_locking)

@@ -24,7 +24,7 @@ def broadcast_variables(
     variables: Iterable[Any], root_rank: int, process_set: ProcessSet = global_process_set,
     inplace: bool = False,
 ) -> Any:
-    """Assign the values of global rank ``root_rank`` to TensorFlow or Keras variables, except seeds.
+    """Assign the values of global rank ``root_rank`` to TensorFlow or Keras variables, except random seeds.
 
     All ranks pass the same number of variables. Between the passes of a step, each rank keeps its own Keras 3
     gradient sums, unless they are all zero. ``inplace`` is accepted and ignored: values are always assigned.
@@ -57,7 +57,7 @@ def broadcast_global_variables(root_rank: int) -> Any:
 
 
 class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):  # type: ignore[misc]
-    """Broadcasts all variables when a ``tf.compat.v1.train.MonitoredTrainingSession`` begins.
+    """Broadcasts all variables when a ``tf.compat.v1.train.MonitoredTrainingSession`` starts.
 
     Args:
         root_rank: Global rank whose values all ranks receive, including values that only it has loaded from a
@@ -86,7 +86,7 @@ def broadcast_object(
     obj: Any, root_rank: int = 0, session: Any = None, name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Return the root's object on every member. cloudpickle must support it. ``session`` is ignored."""
+    """Return the root's object, which cloudpickle must support, on every member. ``session`` is ignored."""
     with as_tensorflow():
         return objects.broadcast_object(obj, root_rank, name, process_set)
 

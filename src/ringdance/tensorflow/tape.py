@@ -52,7 +52,7 @@ class _Tape:
         self, target: Any, sources: Sequence[Any], output_gradients: Any = None,
         use_generic_names: bool = False,
     ) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:
-        """Return (source, gradient) pairs: one list for local sources, one for the others, reduced."""
+        """Return two lists of (source, gradient) pairs: local sources, then others with reduced gradients."""
         listed = list(sources)
         gradients = self.gradient(target, listed, output_gradients, use_generic_names)
         pairs = list(zip(listed, gradients, strict=True))
@@ -78,7 +78,8 @@ def DistributedGradientTape(
         compression: ``Compression.fp16`` or ``.bf16`` halves the bytes of float32 gradients.
         sparse_as_dense: Reduce IndexedSlices as dense tensors instead of gathering their rows.
         op: Average, Sum, Adasum, Min, Max or Product.
-        gradient_predivide_factor: Divides gradients before the sum, undone after it (Average only).
+        gradient_predivide_factor: Divides gradients before the sum, which is then multiplied by it (Average
+            only).
         num_groups: Deprecated. Use ``groups``.
         groups: Number of groups, or lists of variables that are exchanged together.
         process_set: The participating ranks. On other ranks gradients stay local.

@@ -34,7 +34,7 @@ def _limit() -> None:
     """Limit TensorFlow to this rank's share of the cores, after ``init()``.
 
     Otherwise each process would compute on all cores of the host. A number set by the user is kept, and so
-    are the threads if TensorFlow was already in use. The number of operations that run at once is not
+    are the threads if TensorFlow was already in use. The number of operations that run concurrently is not
     limited, because a call that waits for other ranks blocks a thread.
     """
     if session.engine().local_size > 1 and not _chosen():

@@ -1,6 +1,6 @@
 """Ringdance for PyTorch: ``import ringdance.torch as hvd``.
 
-Names, signatures and results match Horovod's torch module. See the functions.
+Names, signatures and results match Horovod's torch module. Each function's docstring describes them.
 """
 
 from ringdance.training.exports import *  # isort: skip  # Comes first, because some names are replaced below.

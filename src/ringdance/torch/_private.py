@@ -16,10 +16,10 @@ from torch.autograd.function import BackwardCFunction
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_MESSAGE = "Ringdance exchanges data between processes, which no graph can hold"
+_MESSAGE = "Ringdance's communication between processes cannot be part of a compiled graph"
 
-# torch._C._dynamo.eval_frame: marks a code object so that Dynamo compiles neither its frames nor those it
-# calls. That costs nothing per call, and torch._dynamo, whose import takes seconds, need not be loaded.
+# torch._C._dynamo.eval_frame: marks a code object so that Dynamo compiles neither its frames nor the frames
+# that they call. This costs nothing per call, and torch._dynamo, whose import takes seconds, is not needed.
 # Without it, a wrapper applies torch.compiler.disable as soon as torch._dynamo is loaded.
 try:
     from torch._C._dynamo import eval_frame as _eval_frame
@@ -30,11 +30,11 @@ except (ImportError, AttributeError):
 
 
 def compiler_disable(function: F) -> F:
-    """Return ``function`` so that ``torch.compile`` does not compile it, like ``torch.compiler.disable``."""
+    """Exclude a function from ``torch.compile``, like ``torch.compiler.disable``. Returns it or a wrapper."""
     if _SKIP is None:
         return _disabled_later(function)
     _eval_frame.set_code_exec_strategy(function.__code__, _SKIP)
-    # Dynamo reads this where traced code calls the function. It ends the graph with this message.
+    # If traced code calls the function, Dynamo reads these attributes and breaks the graph with the message.
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     function._torchdynamo_disable_msg = _MESSAGE  # type: ignore[attr-defined]
     return function
@@ -56,7 +56,7 @@ def _disabled_later(function: F) -> F:
     return call  # type: ignore[return-value]
 
 
-# torch._C._current_graph_task_id: the id of the backward pass that this thread works on, -1 outside of one.
+# torch._C._current_graph_task_id: the id of the backward pass that this thread is running, -1 outside a pass.
 # Ids increase: a pass within another pass has the higher id.
 graph_task: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)
 
@@ -64,7 +64,7 @@ graph_task: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lamb
 def has_run_backward() -> bool:
     """Return True if this process has run a backward pass, other than through ``torch.distributed``."""
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if distributed or "ringdance.torch.backend" in sys.modules:  # May be pipeline training without averages.
+    if distributed or "ringdance.torch.backend" in sys.modules:  # Pipeline training averages nothing.
         return False
     tasks: list[int] = []
     with torch.enable_grad():
@@ -91,23 +91,23 @@ def has_end_callback() -> bool:
 
 
 def queue_callback(function: Callable[[], None]) -> None:
-    """Call ``function`` at the end of the backward pass that this thread works on."""
+    """Call ``function`` at the end of the backward pass that this thread is running."""
     assert _queue_callback is not None
     _queue_callback(function)
 
 
-# torch._C._current_autograd_node: the node that this thread runs, None in the callbacks at the end of a pass.
+# torch._C._current_autograd_node: the node that this thread is running, None in callbacks at a pass's end.
 # Without it, these callbacks count as part of the pass.
 _node: Callable[[], Any] = getattr(torch._C, "_current_autograd_node", lambda: True)
 
 
 def end_is_ahead() -> bool:
-    """Return True if this thread works on a backward pass whose end ``queue_callback`` will notice."""
+    """Return True if a callback queued now will run at the end of this thread's current backward pass."""
     return has_end_callback() and _node() is not None
 
 
 # BackwardCFunction: its methods run the backward() of each torch.autograd.Function written in Python, with
-# the node of the graph as ``self``. Without it, passes within others count as separate passes.
+# the node of the graph as ``self``. Without it, nested passes count as separate passes.
 _RUNS_BACKWARD = frozenset(
     method.__code__ for method in vars(BackwardCFunction).values() if hasattr(method, "__code__")
 )
@@ -116,7 +116,8 @@ _RUNS_BACKWARD = frozenset(
 def outermost_function_node() -> Any:
     """Return the node of the outermost ``Function.backward`` that this thread is in, or None outside of any.
 
-    A pass that starts inside one is part of another pass, as in checkpointing with ``use_reentrant=True``.
+    A pass that starts inside such a node is part of the node's pass, as in checkpointing with
+    ``use_reentrant=True``.
     """
     node, frame = None, sys._getframe(1)
     while True:
@@ -142,7 +143,7 @@ def counts_steps(step: Any) -> None:
 
 
 def hooks_run_inside(step: Any) -> None:
-    """Mark a ``step``: torch runs hooks around the optimizer's own step, which this one calls."""
+    """Mark a ``step`` that calls the optimizer's own step, around which torch already runs the hooks."""
     step.hooked = True
 
 
@@ -151,8 +152,8 @@ def hooks_run_inside(step: Any) -> None:
 BatchNorm: Any = getattr(torch.nn.modules.batchnorm, "_BatchNorm", torch.nn.BatchNorm1d)
 
 
-# Tensor._indices and _values: the entries of a sparse tensor as they are. Without them, equal entries are
-# first summed, which the public indices() and values() require.
+# Tensor._indices and _values: the entries of a sparse tensor, coalesced or not. Without them, entries with
+# equal indices are summed first, because the public indices() and values() need a coalesced tensor.
 def sparse_entries(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the indices, shape (dimensions, entries), and the values of a sparse tensor."""
     plain = tensor.detach()
@@ -180,7 +181,7 @@ def divided_by(tensor: Any) -> str | None:
     return "FullyShardedDataParallel" if getattr(tensor, "_fsdp_flattened", False) else None
 
 
-# True while a profiler of torch is recording. Without it, each wait makes a span, which takes microseconds.
+# True while a torch profiler is recording. Without it, each wait creates a span, which takes microseconds.
 profiler_running: Callable[[], bool] = functools.partial(
     getattr, torch.autograd.profiler, "_is_profiler_enabled", True
 )
@@ -199,8 +200,8 @@ def renamed(group: Any, name: str) -> Any:
 
 
 # torch._C._distributed_c10d: the place where torch.ops._c10d_functional.wait_tensor finds a tensor's work.
-# torch's own groups register their works in C++. Without these names, wait_tensor returns at once for a
-# tensor that was passed to dist.all_reduce(async_op=True). torch itself registers functional collectives.
+# torch's own groups register their works in C++. Without these names, wait_tensor does not wait for a tensor
+# that was passed to dist.all_reduce(async_op=True). torch itself registers functional collectives.
 _distributed: Any = getattr(torch._C, "_distributed_c10d", None)
 _registers_works: Callable[[], bool] = getattr(
     _distributed, "_allow_inflight_collective_as_graph_input", lambda: False
@@ -208,7 +209,7 @@ _registers_works: Callable[[], bool] = getattr(
 
 
 def register_work(tensors: Sequence[torch.Tensor], work: Any) -> None:
-    """Make ``wait_tensor`` of the tensors wait for a work, if the caller has asked torch for that."""
+    """Make ``wait_tensor`` wait for a work when called on these tensors, if the caller has asked for that."""
     if _registers_works():
         for tensor in tensors:
             _distributed._register_work(tensor, work)

@@ -27,7 +27,7 @@ class AdasumOptimizer(Wrapped):
 
     def skip_synchronize(self) -> NoReturn:
         """Raise AssertionError, because the exchange is part of the step."""
-        raise AssertionError("skip_synchronize() does not work with op=Adasum: step() makes the exchange.")
+        raise AssertionError("skip_synchronize() cannot be used with op=Adasum: step() does the exchange.")
 
     @compiler_disable
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

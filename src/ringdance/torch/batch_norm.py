@@ -37,7 +37,7 @@ class _Normalise(torch.autograd.Function):
             variance = mean = wide.new_zeros(channels)
         # In float64, a difference of squares has all digits of the variance that float32 can represent.
         mean, variance, centre = mean.double(), variance.double(), mean.new_zeros(channels).double()
-        if input.dtype is torch.float64:  # It can represent more digits: use squared distances from the mean.
+        if input.dtype is torch.float64:  # float64 has more digits: use squared distances from the mean.
             own = torch.cat([mean.new_ones(1), mean]) * count
             every = ops.allreduce(own, name="sync_batch_norm.centre", op=Sum)
             centre = every[1:] / every[0]
@@ -92,7 +92,7 @@ class SyncBatchNorm(BatchNorm):  # type: ignore[misc]
     Args:
         num_features: Number of channels C.
         eps: Value added to the variance.
-        momentum: Weight of new statistics in the running ones, or ``None`` for a plain average.
+        momentum: Weight of new statistics in the running statistics, or ``None`` for a plain average.
         affine: If True, weight and bias are trained.
         track_running_stats: If True, running statistics are kept.
 

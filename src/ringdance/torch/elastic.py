@@ -44,7 +44,7 @@ class ElasticSampler(ElasticIndices, torch.utils.data.Sampler[int]):
     Args:
         dataset: Data set with a length.
         shuffle: If True, each epoch has a different order.
-        seed: Seed of the order, equal on all ranks.
+        seed: Seed for shuffling, the same on all ranks.
 
     Raises:
         NotInitializedError: ``init()`` has not been called.
@@ -154,7 +154,7 @@ class TorchState(ObjectState):
     then on.
 
     ``sync`` gives all ranks rank 0's current weights and attributes. The saved state remains the last commit
-    (on ranks other than 0, with their own weights). So ``restore`` must be followed by ``sync``, as in
+    (on ranks other than 0, with that rank's weights). So ``restore`` must be followed by ``sync``, as in
     ``run``.
 
     Args:
@@ -203,7 +203,7 @@ class TorchState(ObjectState):
             handler.reset()
 
     def _copied(self, value: Any) -> Any:
-        # A plain tensor is data. One that is trained or part of a graph belongs to another object.
+        # A plain tensor is data. A tensor that is trained or part of a graph belongs to another object.
         if type(value) is torch.Tensor and not value.requires_grad:
             return value.clone()
         return super()._copied(value)
@@ -214,7 +214,7 @@ class TorchState(ObjectState):
             handlers[name].set_value(value)
         elif name in self.__dict__.get("_saved_state", ()):
             handler = _handler_for(value)
-            if handler is not None:  # It was None before and is a model now.
+            if handler is not None:  # For example, it was None before and is now a model.
                 handlers[name] = handler
                 del self._saved_state[name]
         super().__setattr__(name, value)

@@ -33,7 +33,7 @@ Tensors = Sequence[Tensor]
 # Errors that converting a wrong argument may raise. See Note [Refused calls].
 WRONG_ARGUMENT = (ArgumentError, TypeError, ValueError, IndexError, AttributeError)
 
-compiler_disable(session.mark_step)  # Keras compiles whole steps.
+compiler_disable(session.mark_step)  # Keras compiles whole steps, including this call.
 session.add_profiler(Profiler(profiler_running, torch.profiler.record_function))
 session.watch_training(has_run_backward)
 tunables["threads"] = Tunable(
@@ -51,7 +51,7 @@ def submit(
         call: Call to submit.
         tensors: Members of a group, or one tensor.
         in_place: If True, results replace the tensors. For GPU tensors, ``copy_back`` must follow.
-        wake: If True, wake the engine thread to start the call. Callers that wait at once pass False.
+        wake: If True, wake the engine thread to start the call. Callers that wait immediately pass False.
         splits: For an alltoall, integers or an int32 tensor, or ``None`` for equal shares.
 
     Raises:
@@ -125,7 +125,7 @@ session.at_init(_at_init)
 
 
 def _listed(call: Call, tensors: Iterable[Tensor], compression: Any = Compression.none) -> list[Any]:
-    """Return a call's tensors as a list, each as a pair of compressed tensor and context if compressed."""
+    """Return a call's tensors as a list. With compression, its elements are (compressed tensor, context)."""
     try:
         listed = list(tensors)
         if not listed:

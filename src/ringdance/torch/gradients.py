@@ -90,7 +90,7 @@ class Gradients:
         return shown, sample_of(parameters)
 
     def kinds(self, computed: bytearray, indices: Sequence[int] | None = None) -> bytearray:
-        """Return the kind of each gradient, or 0 unless ``computed``: see ``AS_DENSE`` and ``DENSE``."""
+        """Return each gradient's kind (see ``AS_DENSE`` and ``DENSE``), or 0 if it is not ``computed``."""
         kinds = bytearray()
         for index in range(len(computed)) if indices is None else indices:
             gradient = self.parameters[index].grad if computed[index] else None
@@ -185,7 +185,7 @@ class Gradients:
         return work
 
     def close_direct(self) -> None:
-        """Abort the communicator for ``launch``, after the buckets of earlier passes.
+        """Abort the communicator for ``launch``, once the buckets of earlier passes are complete.
 
         The host runs ahead of the GPU, which may still be exchanging the buckets that become the gradients.
         """
@@ -231,7 +231,7 @@ class Gradients:
             torch._foreach_copy_(targets, sources)
 
     def gradient_views(self, indices: Sequence[int]) -> tuple[Array, ...] | None:
-        """Return views of dense, contiguous gradients on the CPU, or None if any gradient is different."""
+        """Return views of the gradients, or None unless all are dense, contiguous and on the CPU."""
         if self.compression is not Compression.none:
             return None
         try:

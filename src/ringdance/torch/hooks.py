@@ -45,16 +45,17 @@ class Hooks:
 
     Note [Backward passes within others]
     Checkpointing with ``use_reentrant=True`` runs a backward pass inside a node of another pass, at any
-    depth. All parameters may be inside. The pass has ended when the outermost pass has. torch's callback
-    runs at the end of the pass that the thread works on at that moment. So an inner pass must wait until the
-    thread is back in the outermost pass: it hooks one of the nodes that the outermost pass runs next, after
-    the node that holds the inner pass. A pass that raises never gets there, and its hook does nothing in
-    later passes.
+    depth. All parameters may be used in inner passes only. An inner pass ends when the outermost pass does.
+    torch runs a callback at the end of the pass that the thread is running when the callback is queued. So an
+    inner pass must wait until the thread is back in the outermost pass: it hooks one of the nodes that the
+    outermost pass runs next, after the node that contains the inner pass. A pass that raises an error never
+    gets there, and its hook does nothing in later passes.
 
     Args:
         parameters: Parameters to watch if they require gradients. The list may grow. See ``watch``.
-        exchange: Exchange of their gradients. If torch has no callback for the end of a pass, the first
-            gradient raises if the end matters (``early``). Otherwise each gradient counts as a pass.
+        exchange: Exchange of their gradients. If torch has no callback for the end of a pass and the exchange
+            is ``early``, so that the end matters, the first gradient raises an error. If it is not ``early``,
+            each gradient counts as a pass.
     """
     def __init__(self, parameters: Sequence[Tensor], exchange: GradientExchange) -> None:
         self.parameters = parameters
@@ -67,7 +68,7 @@ class Hooks:
         self.watch()
 
     def watch(self) -> None:
-        """Watch parameters that are new in the list, or that have come to require a gradient."""
+        """Watch parameters that are new in the list, or that now require a gradient."""
         if len(self._handles) < len(self.parameters):
             for index, parameter in enumerate(self.parameters):
                 if index not in self._handles and parameter.requires_grad:
@@ -110,7 +111,7 @@ class Hooks:
             handle.remove()
             self._tasks.pop(task, None)
             outer = _private.graph_task()
-            # Task ids increase. In a pass that began later, this is the leftover hook of a pass that raised.
+            # Task ids increase. If this pass began later, the hook was left over by a pass that failed.
             if 0 <= outer < task and outer not in self._tasks:
                 self._wait_for_end()
 

@@ -32,7 +32,7 @@ _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
 def host_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous CPU tensor with these values, without gradient. The tensor itself if it is one.
+    """Return a tensor's values as a contiguous CPU tensor without gradient: the tensor itself if possible.
 
     Tensors that are not contiguous are copied (Horovod refuses them). GPU tensors go to pinned memory.
 
@@ -63,7 +63,7 @@ def host_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def block_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor with these values in one block of memory, without gradient. Itself if it is one."""
+    """Return a tensor with these values in one block of memory, without gradient. Copies only if needed."""
     plain = tensor.detach() if tensor.requires_grad else tensor
     return plain.contiguous().resolve_conj().resolve_neg()
 
@@ -90,7 +90,8 @@ def array_of(tensor: torch.Tensor, in_place: bool = False) -> Array:
     """Return ``view_of(host_tensor(tensor))``, with a fast path for common tensors.
 
     Raises:
-        ArgumentError: Not a tensor, not dense, of a type that cannot be sent; not one block if ``in_place``.
+        ArgumentError: The argument is not a dense tensor, its type cannot be sent, or it is not one block of
+            memory although ``in_place`` is set.
     """
     try:
         if tensor.is_cpu and tensor.dtype in _PLAIN and tensor.is_contiguous():

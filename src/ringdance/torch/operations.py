@@ -4,10 +4,10 @@ Beyond Horovod: all functions accept bfloat16, uint8, int8, int16, unsigned, com
 Non-contiguous tensors are copied first. In-place operations raise an error for them instead.
 
 The arguments documented for ``allreduce`` mean the same everywhere. ``name`` is the key that matches the
-ranks' calls (unnamed calls match by order), and ``process_set`` holds the participating ranks. All functions
-raise the same kinds of errors.
-Variants with ``_async`` return a handle at once, for ``poll`` and ``synchronize``. Variants that end in ``_``
-work in place and are not differentiable. ``grouped_`` variants exchange several tensors together.
+ranks' calls (unnamed calls match by order), and ``process_set`` contains the participating ranks. All
+functions raise the same kinds of errors.
+Variants with ``_async`` immediately return a handle for ``poll`` and ``synchronize``. Variants that end in
+``_`` work in place and are not differentiable. ``grouped_`` variants exchange several tensors together.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ def sparse_allreduce_async(
 def allgather(
     tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
-    """Return the ranks' tensors concatenated along dimension 0, whose size may differ. Differentiable."""
+    """Concatenate the ranks' tensors along dimension 0, whose size may differ. Differentiable."""
     call = movement(Collective.ALLGATHER, name, process_set)
     if isinstance(tensor, Tensor) and tensor.dim() == 0:
         error = IndexError("allgather needs a tensor with at least one dimension. Use tensor.reshape(1).")
@@ -311,7 +311,7 @@ def join(device: int = -1) -> int:
     """Contribute zeros to the other ranks' calls until all have joined.
 
     Returns:
-        The last global rank to join, the same on all ranks. ``device`` is accepted but has no effect.
+        The global rank that joined last, the same on all ranks. ``device`` is accepted but has no effect.
     """
     return collectives.join(session.engine())
 

@@ -107,7 +107,7 @@ class _Distributed(Wrapped):
 
     @compiler_disable
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, as ``Wrapped`` does. Raises ArgumentError if another optimizer replaced this."""
+        """Add parameters (see ``Wrapped``). Raises ArgumentError if another optimizer replaced this one."""
         self._check_not_replaced()
         super().add_param_group(param_group)
 
@@ -152,9 +152,9 @@ class _Distributed(Wrapped):
 
     @compiler_disable
     def step(self, closure: Closure | None = None) -> Any:
-        """Make a step with reduced gradients. Gradients computed by ``closure`` are reduced before use.
+        """Take a step with reduced gradients. Gradients computed by ``closure`` are reduced before use.
 
-        For LBFGS, the closure's loss is averaged over the ranks, so that all ranks search the same line.
+        For LBFGS, the closure's loss is averaged over the ranks, so that their line searches are identical.
         """
         self._prepare()
         if (exchange := self._exchange) is not None:
@@ -226,8 +226,9 @@ def DistributedOptimizer(
     """Return an optimizer of the same kind whose gradients are reduced over the ranks.
 
     The result shares parameters, options and accumulated state with ``optimizer``, and its class is a
-    subclass of ``optimizer``'s class. All ranks in the set must call this, and must create several optimizers
-    in the same order. Earlier distributed optimizers with any of these parameters are replaced immediately.
+    subclass of ``optimizer``'s class. All ranks in the set must call this. If they create several optimizers,
+    the order must be the same. Earlier distributed optimizers with any of these parameters are replaced
+    immediately.
 
     Args:
         optimizer: Any ``torch.optim.Optimizer``.
@@ -235,7 +236,8 @@ def DistributedOptimizer(
         compression: ``Compression.fp16`` or ``.bf16`` halves the bytes of float32 gradients.
         backward_passes_per_step: Backward passes whose gradients are summed locally before each exchange.
         op: Average, Sum or Adasum (which combines the changes of the weights, not the gradients).
-        gradient_predivide_factor: Divisor before the sum, undone after it (Average only).
+        gradient_predivide_factor: Divides gradients before the sum, which is then multiplied by it (Average
+            only).
         num_groups: Deprecated. Use ``groups``.
         groups: Number of groups, or lists of parameters to exchange together.
         sparse_as_dense: If True, reduce sparse gradients as dense ones instead of gathering them.
@@ -280,7 +282,7 @@ def _check_adasum(process_set: ProcessSet, parameters: list[Tensor]) -> None:
 
 
 def _warn_of_idle(exchange: GradientExchange, wrapped: weakref.ref[Any]) -> None:
-    """Warn if a script continues with the optimizer that it passed to ``DistributedOptimizer``."""
+    """Warn if a script does not use the optimizer that ``DistributedOptimizer`` returned."""
     if exchange.idle and wrapped() is not None and not exchange.engine.closed:
         _log.warning(
             "ringdance: the DistributedOptimizer for %s and others was dropped before its first step, so "

@@ -42,7 +42,7 @@ def _broadcast_all(named: list[tuple[str, Tensor]], root_rank: int) -> None:
         return
     pending = []
     for name, tensor in named:
-        wire = block_of(tensor)  # A copy unless the memory is one block (as with channels_last).
+        wire = block_of(tensor)  # Copies if the memory is not one contiguous block.
         call = movement(Collective.BROADCAST, name, global_process_set, root=root_rank)
         work = submit(call, (wire,), in_place=True)
         pending.append((tensor, wire, work))
@@ -100,7 +100,7 @@ def _extract_tensors(value: Any, tensors: list[Tensor]) -> Any:
 
 
 def _insert_tensors(value: Any, tensors: list[Tensor], device: torch.device) -> Any:
-    """Return the structure with new tensors of zeros, also added to ``tensors``, to broadcast into."""
+    """Return the structure with new zero tensors to broadcast into. They are also added to ``tensors``."""
 
     def insert(ref: _TensorRef) -> Tensor:
         tensors.append(torch.zeros(ref.shape, dtype=ref.dtype, device="cpu" if ref.on_cpu else device))

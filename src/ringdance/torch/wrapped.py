@@ -102,7 +102,10 @@ class Wrapped:
         self._add_new()
 
     def _add_new(self) -> list[int]:
-        """Add parameters that are new in the groups, even through the wrapped optimizer. Returns indices."""
+        """Add parameters that are new in the groups, even those added to the wrapped optimizer.
+
+        Returns their indices.
+        """
         options, groups = self._options, self.param_groups  # type: ignore[attr-defined]
         seen = [id(parameter) for group in groups for parameter in group["params"]]
         if seen == options.seen:
@@ -126,7 +129,8 @@ def wrap(optimizer: torch.optim.Optimizer, front: type[Wrapped], options: Optimi
 
     The class takes its name from the optimizer and its module from ``front``, because scripts check these.
     """
-    # An existing learning rate scheduler has stored its wrapper of the plain step there. It would hide ours.
+    # An existing learning rate scheduler has stored its wrapper of the plain step in the instance, where it
+    # would hide our step.
     wrapper = optimizer.__dict__.pop("step", None)
     result = _blank(front, type(optimizer))
     result.__dict__ = optimizer.__dict__

@@ -116,7 +116,7 @@ def test_steps_that_a_rank_has_not_made(found: dict[str, Any], fewer_steps: bool
     answers = {0: answer("allreduce.grad"), 2: found}
     report = message(answers, name="allreduce.grad", others=[0, 2], status=status)
     made = "So far rank 1 has made 8 steps, rank 2 has made 7 steps."
-    causes = re.search(rf"{made}.* skipped .*ran out of data", report)
+    causes = re.search(rf"{made}.* skipped .*run out of data", report)
     assert bool(causes) == ("hvd.join()" in report) == fewer_steps
 
 

@@ -30,7 +30,7 @@ def _refuse_the_original() -> None:
         return
     raise ImportError(
         f"horovod {original} and ringdance-horovod are both installed, but they provide the same package: "
-        "run `pip uninstall --yes horovod ringdance-horovod`, then install the one that you want."
+        "run `pip uninstall --yes horovod ringdance-horovod`, then install the one you want."
     )
 
 

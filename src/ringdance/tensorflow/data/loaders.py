@@ -28,8 +28,8 @@ image_loader, table_loader = _own.image_loader, _own.table_loader
 def image_dataset(loader: ImageBatches) -> Any:
     """Return a loader's batches as a ``tf.data.Dataset``. Each iteration yields the rest of its epoch.
 
-    The elements are images (n, size, size, 3) uint8, labels (n,) int64, and weights (n,) float32. All weights
-    of a batch equal ``Batch.weight``. Keras takes them as sample weights.
+    The elements are images (n, size, size, 3) as uint8, labels (n,) as int64, and weights (n,) as float32.
+    All weights of a batch equal ``Batch.weight``. Keras uses them as sample weights.
 
     Args:
         loader: A loader from ``image_loader``. Call its ``set_epoch`` before each iteration.
@@ -41,9 +41,9 @@ def image_dataset(loader: ImageBatches) -> Any:
 def table_dataset(loader: TableLoader) -> Any:
     """Return a loader's batches as a ``tf.data.Dataset``. Each iteration yields the rest of its epoch.
 
-    The elements are a mapping with "ids" (n, fields) int64 and "values" (n, fields) float32, labels (n,)
-    float32, and weights (n,) float32. All weights of a batch equal ``TableBatch.weight``. Keras takes them as
-    sample weights.
+    The elements are a mapping with "ids" (n, fields) as int64 and "values" (n, fields) as float32, labels
+    (n,) as float32, and weights (n,) as float32. All weights of a batch equal ``TableBatch.weight``. Keras
+    uses them as sample weights.
 
     Args:
         loader: A loader from ``table_loader``. Call its ``set_epoch`` before each iteration.

@@ -51,7 +51,7 @@ def shard(
 # Note [Shuffled shares]
 # tf.data counts a data set's iterators and draws a different order for each. Suppose an epoch's order over
 # all ranks depended on that count. A rank that looks at its first batch or calls adapt() would then be in
-# another epoch's order from that point on, and samples would be missed silently. So the elements are divided
+# another epoch's order from that point on, and samples would be silently missed. So the elements are divided
 # in an order that never changes, and each rank shuffles its own share in each iteration.
 
 
@@ -109,7 +109,7 @@ def _shard(
 
 
 def check_order(data: Any, size: int) -> None:
-    """Raise ArgumentError if an earlier step shuffles without a seed, which differs on each rank."""
+    """Raise ArgumentError if an earlier step shuffles without a seed, so that each rank's order differs."""
     if size > 1 and hasattr(data, "_seed") and tf.get_static_value(data._seed + data._seed2) == 0:
         raise ArgumentError(
             "shard(): the data set was shuffled without a seed, so the ranks' orders differ and samples "
@@ -127,7 +127,7 @@ def check_order(data: Any, size: int) -> None:
 def _by_number(data: Dataset, plan: Shard, first: Dataset) -> Dataset:
     """Distribute a data set of known length. ``first``: its elements in any order, for padding."""
     total = total_of(plan.length, plan.size, plan.ends)
-    if total > plan.length:  # choose_from_datasets creates its iterators at once. See Note [Padding].
+    if total > plan.length:  # choose_from_datasets creates all iterators up front. See Note [Padding].
         padding = first.take(total - plan.length).repeat()
         choice = tf.data.Dataset.range(total).map(lambda number: tf.cast(number >= plan.length, tf.int64))
         data = tf.data.Dataset.choose_from_datasets([data, padding], choice)

@@ -108,7 +108,7 @@ class Context:
     def in_place(self, slots: Sequence[Slot]) -> tuple[list[Array], list[Array], list[int | c_void_p]]:
         """Allocate an output like each input, in the input's own memory if TensorFlow can spare it.
 
-        Hundreds of gradients pass through here in each step, so it makes as few calls per tensor as possible.
+        Hundreds of gradients pass through here in each step, so the code makes few calls per tensor.
 
         Args:
             slots: The slot of each input.
@@ -190,7 +190,7 @@ _numbers_in_use: dict[int, tuple[Array, Callable[[int], None]]] = {}
 
 
 def _on_free(data: int, length: int, number: int) -> None:
-    """Forget an output's memory. This is TensorFlow's ``deallocator``."""
+    """Drop the reference to an output's memory. TensorFlow calls this as the tensor's deallocator."""
     _, on_free = _numbers_in_use.pop(number)
     on_free(number)
 

@@ -4,7 +4,7 @@ Note [Failed runs]: Any operation of a graph may fail after some exchanges have 
 waits for them. They cannot be withdrawn, because other ranks may know about them. They are executed, their
 memory is kept until they are complete, and a later run waits for them before it makes the same call. Calls of
 the same group that have not started are refused, so that the other ranks' runs fail too. Otherwise a later
-run on this rank would be reduced with an earlier run on theirs.
+run on this rank would be reduced together with an earlier run on other ranks.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def take(number: int) -> InFlight:
 
 
 def on_freed(number: int) -> None:
-    """Release a group that no operation can wait for any more. See Note [Failed runs]."""
+    """Release a group that no operation can wait for anymore. See Note [Failed runs]."""
     first = _started.get(number)
     if first is None:
         return

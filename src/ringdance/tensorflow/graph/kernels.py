@@ -1,10 +1,10 @@
 """Graph operations: collective calls, and numbers that are known at run time.
 
 ``RingdanceCall`` waits for its result. ``RingdanceStart`` submits a reduction and outputs the memory that
-will hold the result. ``RingdanceWait`` waits for several of them, and only operations that depend on it may
-read their results. These operations are stateful, so a function runs them in program order. All ranks
-therefore start in the same order, and a wait runs after everything it waits for has started: one thread is
-enough.
+will hold the result. ``RingdanceWait`` waits for several reductions, and only operations that depend on it
+may read their results. These operations are stateful, so a function runs them in program order. All ranks
+therefore start in the same order, and a wait runs only after everything it waits for has started, so one
+thread is enough.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ class EngineGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     @property
     def _set_id(self) -> int:
-        """Number of the process set. Raises ArgumentError if it does not exist anymore."""
+        """Number of the process set. Raises ArgumentError if the set no longer exists."""
         engine, rank = session.engine(), self.rank()
         if self._destroyed:
             why = "was destroyed"
@@ -92,7 +92,7 @@ class EngineGroup(dist.ProcessGroup):  # type: ignore[misc]
         elif self._engine() is engine or (not self._number and engine.size == self.size()):
             return self._number
         else:
-            why = "belongs to the job as it was before shutdown() and init()"
+            why = "belongs to an earlier job, from before shutdown() and init()"
         raise ArgumentError(
             f"This process group of {self.size()} ranks {why} (rank {rank} in the group, {engine.identity}). "
             "Create the group again with new_group() or init_process_group(), and then everything that uses "
@@ -100,7 +100,7 @@ class EngineGroup(dist.ProcessGroup):  # type: ignore[misc]
         )
 
     def shutdown(self) -> None:
-        """Free a group of some ranks. The job itself ends with the process, or through hvd.shutdown()."""
+        """Free a group, except the group of all ranks: its job ends with the process or hvd.shutdown()."""
         engine = self._engine()
         if self._number and not self._destroyed and engine is not None and not engine.closed:
             engine.leave_group(self._number)
@@ -158,7 +158,7 @@ class EngineGroup(dist.ProcessGroup):  # type: ignore[misc]
             kind: The collective.
             arrays: Arrays to send.
             targets: Memory for the results, or None to let the engine allocate.
-            tensors: Tensors that are the result of the ``Work``.
+            tensors: Tensors that the ``Work`` returns as its result.
             opts: torch's options.
             finish: Called once with the results. May be None.
             operation: The reduction's operation. Only for reductions.
@@ -180,8 +180,8 @@ class EngineGroup(dist.ProcessGroup):  # type: ignore[misc]
         if waits_later:
             wait_at_end(started)
             register_work(tensors, started)
-            # DistributedDataParallel.join() passes the work of a single number to C++, which does not keep
-            # the Python object whose ``wait`` it calls.
+            # For a single number, DistributedDataParallel.join() passes the work to C++, which calls ``wait``
+            # but holds no reference to the Python object.
             if (
                 len(tensors) == 1 and tensors[0].numel() == 1 and not tensors[0].is_sparse
                 and tensors[0].untyped_storage().nbytes() <= _SMALL_BYTES

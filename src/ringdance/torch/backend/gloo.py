@@ -83,7 +83,7 @@ class _Transfer:
             self._error = error
 
     def give_up(self) -> None:
-        """Stop the thread: gloo closes a connection on which a call has timed out, and wakes its waiters."""
+        """Stop the thread by letting a call time out: gloo closes the connection and wakes the thread."""
         if self._rank is not None and self._thread.is_alive():
             with contextlib.suppress(RuntimeError):
                 self._group.recv([torch.empty(1)], self._rank, _NO_TAG).wait(timedelta(milliseconds=1))
@@ -133,7 +133,7 @@ def world(
     return GlooTransport(store, rank, identities, hosts, window_bytes, vector_bytes)
 
 
-_own: dict[tuple[int, int], Any] = {}  # This process's connection, by rank and size.
+_own: dict[tuple[int, int], Any] = {}  # This process's connections, keyed by rank and size.
 
 
 def own_store(store: Any, rank: int, size: int) -> Any:
@@ -163,7 +163,7 @@ def _gather(store: Any, key: str, rank: int, size: int, value: Any) -> list[Any]
     except RuntimeError as error:
         raise RankLostError(
             f"Rank {rank} of {size} on host {socket.gethostname()} did not find the other ranks in torch's "
-            f"store. Check that all ranks were started, and that rank 0 and torchrun's agent run. {error}"
+            f"store. Check that all ranks were started, and that rank 0 and torchrun's agent are up. {error}"
         ) from error
 
 
@@ -257,7 +257,7 @@ class GlooTransport(Transport):
 
     def subset(self, members: Sequence[int], window_bytes: int) -> Transport:
         key = str(sorted(members))
-        self._subsets[key] += 1  # Equal on all members.
+        self._subsets[key] += 1  # The count is the same on all members.
         return self._part(f"subset {key} {self._subsets[key]}", members, window_bytes)
 
     def _part(self, name: str, members: Sequence[int], window_bytes: int) -> GlooTransport:
@@ -320,12 +320,12 @@ class GlooTransport(Transport):
         if agreed:
             if self._cross is not None:
                 self._cross.close(True)
-            self.window = self.event_count = None  # The memory lives as long as views of it.
+            self.window = self.event_count = None  # The memory lives as long as there are views of it.
             if self._parent is None:
                 self._leave_store()
 
     def _leave_store(self) -> None:
-        """Make rank 0, which may serve the store, wait for the others: this is their last use of it."""
+        """Announce that this rank is done with the store. Rank 0, which may serve it, waits for all ranks."""
         with contextlib.suppress(RuntimeError):
             self._store.set(f"closed/{self.rank}", "")
             if self.rank == 0:

@@ -103,8 +103,8 @@ def _started_by_torchrun() -> bool:
 def _meet(engine: Engine, options: Any) -> int:
     """Wait for the other members of a new group. Returns a number that none of them uses.
 
-    Nothing is left in the store. If the members destroy this group and have created it on their own, torch
-    gives the same part of the store to the next group of the same ranks.
+    Nothing is left in the store, because a later group may get the same part of it: torch reuses the part for
+    the same ranks if this group was created with ``use_local_synchronization=True`` and is destroyed.
     """
     store, root, size, rank = options.store, options.store, options.group_size, options.group_rank
     if size == 1:
@@ -127,10 +127,10 @@ def _meet(engine: Engine, options: Any) -> int:
 
 
 def _wait_for_members(engine: Engine, options: Any) -> None:
-    """Return once all members have arrived, or raise on all of them. The first to decide does so for all."""
+    """Return once all members have arrived, or raise on all of them. The first to decide decides for all."""
     store, size, begun, pause = options.store, options.group_size, time.monotonic(), 1e-3
     ranks, reported = list(options.global_ranks_in_group), False
-    # A blocking call would keep others from using the store.
+    # Poll, because a blocking call would keep others from using the store.
     while (arrived := store.add("arrived", 0)) < size:
         late = time.monotonic() - begun
         gives_up = engine.closed or late > options.timeout.total_seconds()
@@ -160,6 +160,6 @@ def _free(first: int, used: Any) -> int:
         if number % FIRST_GROUP not in used:
             return number % FIRST_GROUP
     raise ArgumentError(
-        f"The members of this group are already in {FIRST_GROUP} process groups, and there cannot be more. "
+        f"The members of this group are already in {FIRST_GROUP} process groups, which is the maximum. "
         "Destroy groups that you no longer need."
     )

@@ -94,7 +94,7 @@ class ProcessGroup(EngineGroup):
         return self._start(Collective.ALLREDUCE, arrays, arrays, tensors, opts, back, operation, root)
 
     def _reduce_rows(self, tensor: Tensor, opts: Any) -> Any:
-        """Gather the entries of a sparse tensor. Together, they are the sum."""
+        """Gather the entries of all ranks' sparse tensors. Together, they represent the sum."""
         indices, values = sparse_entries(tensor)
         if _operation(opts) is not ReduceOp.SUM:
             raise ValueError('The backend "ringdance" reduces sparse tensors only by SUM.')
@@ -104,7 +104,7 @@ class ProcessGroup(EngineGroup):
             places, sums = (from_array(result) for result in results)
             total = torch.sparse_coo_tensor(places.t(), sums, tensor.shape, check_invariants=False)
             with torch.no_grad():
-                tensor.copy_(total.coalesce())  # A detached tensor would get entries of its own.
+                tensor.copy_(total.coalesce())  # Copying to tensor.detach() would not change it.
 
         pattern = f"a sparse tensor of shape {tuple(tensor.shape)}"
         return self._start(Collective.ALLGATHER, arrays, None, [tensor], opts, finish, pattern=pattern)

@@ -2,11 +2,11 @@
 
 Note [Who waits]
 A thread that calls ``wait`` on a work or on its future steps the engine. DistributedDataParallel waits for
-the futures of its buckets in C++, where our threads cannot help. So the works of a backward pass are waited
-for at its end, in a callback that torch runs before DistributedDataParallel's callback. They are waited for
-in their order, which is the same on all ranks, even if callbacks of futures make further calls. Without
-spare cores nothing is exchanged before that (``wants_overlap``). Other futures are completed by a thread,
-for callers that wait in C++.
+the futures of its buckets in C++, where our threads cannot help. So a callback at the end of the backward
+pass, which torch runs before DistributedDataParallel's callback, waits for the works of the pass. It waits
+for them in the order of the calls, which is the same on all ranks even if callbacks of futures make further
+calls. Without spare cores, nothing is exchanged before the end of the pass (``wants_overlap``). Other
+futures are completed by a thread, for callers that wait in C++.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from ringdance.training.gradients.cores import wants_overlap
 Finish = Callable[[list[Array]], None]
 
 _NO_TIMEOUT = timedelta(0)
-_PASSES = 64  # Maximum number of backward passes in progress, in threads and inside each other.
+_PASSES = 64  # Maximum number of backward passes in progress, in different threads or nested.
 
 
 class _Future(torch.futures.Future[Any]):
@@ -75,7 +75,7 @@ class GroupWork(dist.Work):
         targets: Memory for the results. A result in other memory is copied there.
         tensors: The call's outputs.
         finish: Called once with the results, in a step of the engine. May raise.
-        timeout: Seconds that ``wait`` waits. After that, this call and all later ones fail on all ranks.
+        timeout: Timeout of ``wait`` in seconds. After that, this call and all later ones fail on all ranks.
         expected: Size that must arrive from each rank (alltoall only).
     """
 
@@ -89,7 +89,7 @@ class GroupWork(dist.Work):
         self._tensors, self._finish, self._timeout = list(tensors), finish, timeout
         self._expected, self._lock = expected, threading.Lock()
         self._complete = False
-        self._seen = False  # A thread of the caller knows that the work is complete.
+        self._seen = False  # True once the caller has been told that the work is complete.
         self._error: BaseException | None = None
         self._future: _Future | None = None
         self._settled = False
@@ -117,8 +117,8 @@ class GroupWork(dist.Work):
         Raises:
             CollectiveError: The call failed on this rank or on all ranks.
             DistBackendError: The call took longer than ``timeout``, in which case you can wait again. Or it
-                took longer than the group's timeout. The group has then failed on all ranks, and if it is the
-                default group, so has the job.
+                took longer than the group's timeout, in which case the group has failed on all ranks. If it
+                is the default group, the whole job has failed.
         """
         seconds = timeout.total_seconds()
         try:
@@ -239,7 +239,8 @@ class GroupWork(dist.Work):
         if self._future is None:
             self._future = _Future(self)
             # Callbacks may make calls, which match by order, so the order must not depend on when the engine
-            # completes this one. They run at the end of the pass, in a thread, or now if this rank waited.
+            # completes this call. They run at the end of the pass, in a thread, or, if this rank has already
+            # waited, now.
             if self._seen:
                 self.settle()
             elif not self._works or isinstance(self._works[0], Transfer):  # These have no order.
@@ -269,8 +270,8 @@ class _Waiter:
             self._works.get().settle()
 
 
-_waiters: defaultdict[int, _Waiter] = defaultdict(_Waiter)  # By process set: groups do not wait for others.
-_passes: dict[int, list[GroupWork]] = {}  # By backward pass: the works to wait for at its end.
+_waiters: defaultdict[int, _Waiter] = defaultdict(_Waiter)  # One per process set, for independent waits.
+_passes: dict[int, list[GroupWork]] = {}  # For each backward pass, works to await at its end.
 
 
 @lru_cache(maxsize=1)
@@ -284,14 +285,14 @@ def starts_now(engine: Engine) -> bool:
 
 
 def wait_at_end(work: GroupWork) -> None:
-    """If this thread works on a backward pass, arrange to wait for a work at the end of the pass."""
+    """If this thread is running a backward pass, arrange to wait for a work at the end of the pass."""
     if not _private.end_is_ahead():
         return
     work.in_pass, task = True, _private.graph_task()
     if task in _passes:
         _passes[task].append(work)
         return
-    while len(_passes) > _PASSES:  # Drop passes that raised: their end is never called back.
+    while len(_passes) > _PASSES:  # Drop failed passes: the callback at their end never runs.
         _passes.pop(min(_passes), None)
     _passes[task] = [work]
     _private.queue_callback(lambda: _wait_for_pass(task))

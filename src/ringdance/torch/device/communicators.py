@@ -55,8 +55,8 @@ def group_of(store: Any, rank: int, size: int, device: torch.device, timeout: ti
         return dist.ProcessGroupGloo(store, rank, size, NO_TIMEOUT)
     options = filled(dist.ProcessGroupNCCL.Options(), _timeout=timeout)
     # By default, NCCL connects an algorithm's channels in the first call that uses it, and the host then
-    # waits for the peers. But a bucket is launched before it is known whether the peers launch it too. See
-    # Note [Direct buckets].
+    # waits for the peers. But a rank launches a bucket before it knows whether its peers will launch it too.
+    # See Note [Direct buckets].
     # On errors, only abort the communicator. By default, torch also terminates the process.
     with _environment(NCCL_RUNTIME_CONNECT="0", TORCH_NCCL_ASYNC_ERROR_HANDLING="2"):
         group = dist.ProcessGroupNCCL(store, rank, size, options)
@@ -67,7 +67,7 @@ def group_of(store: Any, rank: int, size: int, device: torch.device, timeout: ti
 
 @contextlib.contextmanager
 def _environment(**values: str) -> Iterator[None]:
-    """Set variables that the user has not set, only within the block: the user's groups read them too."""
+    """Set variables that the user has not set. Unset them afterwards: the user's groups read them too."""
     missing = [name for name in values if name not in os.environ]
     os.environ.update({name: values[name] for name in missing})
     try:

@@ -29,7 +29,7 @@ class Launched:
     Args:
         exchange: Exchange whose members start the same reductions in the same order.
         call: Operation and scales.
-        tensors: Replaced by the results.
+        tensors: Tensors to reduce in place.
     """
 
     def __init__(self, exchange: TorchExchange, call: Call, tensors: Sequence[Tensor]) -> None:

@@ -35,9 +35,9 @@ _aborted: list[Any] = []  # Groups with calls that will never complete, but stil
 
 
 def exchanges(kind: Collective, operation: ReduceOp, scales: tuple[float, float], dtype: torch.dtype) -> bool:
-    """Return True if torch's communicators give the engine's results. Otherwise, use the host.
+    """Return True if torch's communicators give the same results as the engine. If not, use the host.
 
-    They do not average integers exactly, and may drop NaN in Min and Max.
+    The communicators do not average integers exactly, and may drop NaN in Min and Max.
     """
     if kind in (Collective.ALLREDUCE, Collective.REDUCESCATTER):
         if dtype.is_floating_point or dtype.is_complex:
@@ -65,7 +65,7 @@ class TorchExchange:
         self._exchange, self._size, self._rank = exchange, exchange.size, exchange.rank
         self._stream = None if device.type == "cpu" else module_of(device).Stream(device)
         self.group = communicators.group_of(store, exchange.rank, exchange.size, device, timeout)
-        self._under_way: deque[tuple[Any, str]] = deque()  # On a GPU: the event after a batch, and its names.
+        self._under_way: deque[tuple[Any, str]] = deque()  # On a GPU: event after a batch, and its names.
 
     def execute(self, pairs: Pairs, members: Sequence[int]) -> Steps:
         """Run a batch. See ``DeviceExchange``."""
@@ -82,7 +82,7 @@ class TorchExchange:
         return results
 
     def _run(self, pairs: Pairs, start: Callable[[], Started]) -> Steps:
-        """Start calls, wait for them (on the stream or, for the CPU, here), and return the results."""
+        """Start calls and return their results. On a GPU the stream waits for them, otherwise this method."""
         context = self._exchange.context
         requests = [request for _, request in pairs if request is not None]
         if self._stream is None:
@@ -255,7 +255,7 @@ class TorchExchange:
                     padded[rank, : count * width] = tensor[first[rank] : first[rank] + count].reshape(-1)
                 wire, operation = self._prepared(padded.view(-1), d)
                 total = wire.new_empty(len(wire) // self._size)
-                if self._stream is None:  # gloo's own only completes for a thread that waits for it.
+                if self._stream is None:  # gloo's reduce_scatter completes only if a thread waits.
                     parts = wire.view(self._size, total.numel())
                     total = parts[self._rank]
                     for rank, part in enumerate(parts if total.numel() else ()):
@@ -296,7 +296,7 @@ class TorchExchange:
             self._under_way.popleft()
 
     def close(self, agreed: bool) -> None:
-        """Free the communicator. Unless ``agreed``, abort it on a thread, because that may take long."""
+        """Free the communicator. Unless ``agreed``, abort it in a thread, because aborting may take long."""
         group, self.group = self.group, None
         self._under_way.clear()
         if group is None or (agreed and self._stream is None):

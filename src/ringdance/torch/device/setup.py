@@ -21,7 +21,7 @@ _last: dict[str, torch.device] = {}  # Device of the last tensor that this rank 
 
 
 def submitted(tensor: Tensor) -> Any:
-    """Note the device of a tensor. Returns the event after which it holds the data to send."""
+    """Note the device of a tensor. Returns the event after which the tensor holds the data to send."""
     _last[tensor.device.type] = tensor.device
     return mark(tensor)
 

@@ -20,7 +20,7 @@ def module_of(device: torch.device) -> Any:
 
 @contextlib.contextmanager
 def enqueue(stream: Any, events: Sequence[Any], tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Enqueue the block's work on the tensors on a stream, after these events."""
+    """Within the block, enqueue work on a stream, after these events. ``tensors``: the ones that it uses."""
     for event in events:
         stream.wait_event(event)
     module = module_of(stream.device)
@@ -31,12 +31,12 @@ def enqueue(stream: Any, events: Sequence[Any], tensors: Sequence[Tensor]) -> It
 
 
 def mark(tensor: Tensor) -> Any:
-    """Return an event after the work enqueued on the current stream so far, or None on the CPU."""
+    """Record an event after all work on the current stream so far, and return it. None on the CPU."""
     return None if tensor.is_cpu else module_of(tensor.device).current_stream(tensor.device).record_event()
 
 
 def wait_on_host(event: Any, seconds: float = 60.0) -> None:
-    """Make the host wait for an event, if any. Limited, because the event never occurs if a peer is lost."""
+    """Make the host wait for an event, if any, up to a limit: it never occurs if a peer is lost."""
     until = time.monotonic() + seconds
     while event is not None and not event.query() and time.monotonic() < until:
         time.sleep(1e-4)

@@ -1,4 +1,4 @@
-"""Small helpers for scripts and libraries. Ringdance answers what Horovod decides at compile time."""
+"""Small helpers for scripts and libraries. They check at run time what Horovod decides at compile time."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _cache(function: Callable[..., T]) -> Callable[..., T]:
 
 
 def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
-    """Return True if ``horovod.<ext_base_name>`` works here: "torch" if PyTorch is installed."""
+    """Return True if ``horovod.<ext_base_name>`` works here. For "torch", this needs PyTorch."""
     framework = ext_base_name.rpartition(".")[2]
     available = framework in _FRAMEWORKS and importlib.util.find_spec(framework) is not None
     if verbose:
@@ -69,7 +69,7 @@ def mpi_built(verbose: bool = False) -> bool:
 
 
 def gloo_built(verbose: bool = False) -> bool:
-    """Return True if this process has ``HOROVOD_RANK``, which scripts read as Gloo's. Gloo is not used."""
+    """Return True if ``HOROVOD_RANK`` is set, because scripts then expect Gloo. Gloo itself is not used."""
     return basics.gloo_built()
 
 

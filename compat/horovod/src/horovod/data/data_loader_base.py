@@ -55,11 +55,12 @@ class AsyncDataLoaderMixin:
 
         loader = Loader(async_loader_queue_size=8, ...)   # The other arguments go to PlainLoader.
 
-    An exception in the thread is raised where the loader is iterated. The thread is a daemon thread.
-    ``close_async_loader`` stops it earlier.
+    An exception in the thread is raised in the iterating thread. The loader thread is a daemon thread.
+    ``close_async_loader`` stops it before the process exits.
 
     Args:
-        async_loader_queue_size: Batches that may wait, including the next epoch's. 0 disables the thread.
+        async_loader_queue_size: Maximum number of batches in the queue, including batches of the next epoch.
+            0 disables the thread.
         debug_data_loader: Log the start and end of each epoch.
     """
 
@@ -67,7 +68,7 @@ class AsyncDataLoaderMixin:
         self, async_loader_queue_size: int = 64, debug_data_loader: bool = False, *args: Any, **kwargs: Any
     ) -> None:
         if async_loader_queue_size < 0:
-            raise ArgumentError(f"async_loader_queue_size={async_loader_queue_size}: must be at least 0.")
+            raise ArgumentError(f"async_loader_queue_size={async_loader_queue_size} must be 0 or more.")
         self.async_loader_queue_size = async_loader_queue_size
         self.debug_data_loader = debug_data_loader
         self._ahead: queue.Queue[Any] = queue.Queue(async_loader_queue_size)
@@ -99,12 +100,12 @@ class AsyncDataLoaderMixin:
         try:
             while not self._closing.is_set():
                 if self.debug_data_loader:
-                    _log.warning("ringdance: %s: an epoch begins.", threading.current_thread().name)
+                    _log.warning("ringdance: %s: starting an epoch.", threading.current_thread().name)
                 for batch in self._iterate():  # type: ignore[attr-defined]
                     if not self._put(batch):
                         return
                 if self.debug_data_loader:
-                    _log.warning("ringdance: %s: an epoch is loaded.", threading.current_thread().name)
+                    _log.warning("ringdance: %s: finished loading an epoch.", threading.current_thread().name)
                 self._put(None)
         except BaseException as error:
             self._put(_Failed(error))

@@ -21,7 +21,7 @@ def DistributedOptimizer(  # type: ignore[no-redef]
     compression: Any = Compression.none, sparse_as_dense: bool = False,
     gradient_predivide_factor: float = 1.0, op: int = Average, num_groups: int = 0, groups: Any = None,
 ) -> Any:
-    """Call ``ringdance.keras.DistributedOptimizer`` with the arguments that Horovod has in this module."""
+    """Call ``ringdance.keras.DistributedOptimizer``, with the arguments of Horovod's function."""
     return _ringdance.DistributedOptimizer(
         optimizer, name, device_dense, device_sparse, compression, sparse_as_dense,
         gradient_predivide_factor, op, num_groups=num_groups, groups=groups,

@@ -53,8 +53,8 @@ def run(
     deprecated names.
 
     Raises:
-        ValueError: Parameters exclude each other, or a value cannot be used.
-        RuntimeError: Nothing could be started, or a process failed. The message has its rank and traceback.
+        ValueError: Parameters are mutually exclusive, or a value cannot be used.
+        RuntimeError: The job could not start, or a process failed. The message has its rank and traceback.
     """
     given = {name: value for name, value in locals().items() if value is not None}
     for old, new in {**_RENAMED, "network_interface": "network_interfaces"}.items():
@@ -63,7 +63,7 @@ def run(
             given[new] = given.pop(old)
     for one, other in (("hosts", "hostfile"), ("use_gloo", "use_mpi")):
         if given.get(one) and given.get(other):
-            raise ValueError(f"{one} and {other} exclude one another: give one of them")
+            raise ValueError(f"{one} and {other} exclude one another: pass only one of them")
     options = argparse.Namespace(**{**DEFAULTS, **{k: v for k, v in given.items() if k in DEFAULTS}})
     if "network_interfaces" in given:
         names = given["network_interfaces"]

@@ -1,8 +1,8 @@
-"""Gloo: not used. Importing this module tells what to use instead."""
+"""Gloo: not used. The error on import says what to use instead."""
 
 from horovod._absent import absent
 
 raise absent(
     __name__,
-    "MPI and shared memory connect the processes, with `--gloo` too. Call horovod.run(function, num_proc=N).",
+    "MPI and shared memory connect the processes, even with --gloo. Call horovod.run(function, num_proc=N).",
 )

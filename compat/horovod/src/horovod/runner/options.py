@@ -20,17 +20,17 @@ _EPILOG = """\
 examples:
   horovodrun -np 2 python train.py                          two processes on this machine
   horovodrun -np 4 -H localhost:4 python train.py --epochs 3
-  horovodrun -np 8 -H node1:4,node2:4 python train.py       four on each of two hosts, by ssh
+  horovodrun -np 8 -H node1:4,node2:4 python train.py       four on each of two hosts, over ssh
   horovodrun -np 2 --output-filename logs python train.py   logs/rank.0/stdout, ...
   horovodrun -np 2 --config-file settings.yaml python train.py
   horovodrun --check-build                                  what is available
 
-Options before the command are horovodrun's, everything after it is the command's own.
-Environment variables hold where neither the command line nor the configuration file says otherwise;
-the command line wins over the file.
+Options before the command are for horovodrun. Everything after the command is passed to it.
+The command line takes precedence over the configuration file, and both take precedence over
+environment variables.
 
-exit code: 0 if all processes ended with 0; else that of the process that failed first (128 + n if
-signal n killed it); 2 if nothing was started, 127 if the command was not found; 130 after Ctrl-C.
+exit code: 0 if all processes exited with 0; otherwise the code of the first process to fail (128 + n
+if signal n killed it); 2 if nothing was started; 127 if the command was not found; 130 after Ctrl-C.
 """
 
 DEFAULTS: dict[str, Any] = {
@@ -47,7 +47,7 @@ DEFAULTS: dict[str, Any] = {
     ),
     "command": [],
 }  # fmt: skip
-"""Attributes of the parsed arguments, with the values they have if nothing sets them."""
+"""Default values of the parsed arguments' attributes."""
 
 _NO_VALUE: dict[str, Any] = {"action": "store_true"}
 
@@ -80,30 +80,30 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="horovodrun",
         usage="horovodrun -np N [options] COMMAND [ARGUMENTS...]",
-        description="Run a command as N processes of one job, by Ringdance.",
+        description="Run a command as N processes of one job, with Ringdance.",
         epilog=_EPILOG,
         allow_abbrev=True,
         argument_default=argparse.SUPPRESS,
     )
     add = parser.add_argument
     add("-v", "--version", action="version", version=horovod.__version__, help="print the version")
-    add("-np", "--num-proc", type=int, metavar="N", help="number of processes (default: the slots given)")
+    add("-np", "--num-proc", type=int, metavar="N", help="number of processes (default: number of slots)")
     add("-n", type=rank_count, dest="num_proc", help=argparse.SUPPRESS)
     add("-cb", "--check-build", **_NO_VALUE, help="print what is available, and exit")
-    add("--disable-cache", **_NO_VALUE, help="accepted: hosts are looked at in every start")
+    add("--disable-cache", **_NO_VALUE, help="accepted but ignored: hosts are checked at every start")
     add(
         "--start-timeout",
         type=config_parser.number,
         metavar="S",
-        help="seconds until all processes must have started (default: HOROVOD_START_TIMEOUT or 30)",
+        help="seconds within which all processes must start (default: HOROVOD_START_TIMEOUT or 30)",
     )
     add("--network-interfaces", action=_Interfaces, metavar="A,B", dest="nics", help="NICs to use")
-    add("--network-interface", action=_Interfaces, metavar="A", dest="nics", help="the same, one by one")
+    add("--network-interface", action=_Interfaces, metavar="A", dest="nics", help="a NIC to use, repeatable")
     add("--output-filename", metavar="DIR", help="also write DIR/rank.<r>/stdout and stderr")
-    add("--verbose", **_NO_VALUE, help="tell what is done")
-    add("--config-file", metavar="FILE", help="YAML file with values for what the command line leaves open")
-    add("-p", "--ssh-port", type=int, metavar="N", help="port of ssh on other hosts")
-    add("-i", "--ssh-identity-file", metavar="FILE", help="key for ssh to other hosts")
+    add("--verbose", **_NO_VALUE, help="show what is being done")
+    add("--config-file", metavar="FILE", help="YAML file with values for options that are not passed")
+    add("-p", "--ssh-port", type=int, metavar="N", help="ssh port on other hosts")
+    add("-i", "--ssh-identity-file", metavar="FILE", help="private key for ssh to other hosts")
     _add_settings(parser)
     _add_output(parser)
     _add_elastic(parser)
@@ -124,7 +124,7 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
             check = group.add_mutually_exclusive_group()
             check.add_argument("--no-stall-check", **_NO_VALUE, help=doc)
             check.add_argument(
-                "--stall-check", action="store_false", dest="no_stall_check", help="look for them"
+                "--stall-check", action="store_false", dest="no_stall_check", help="check for stalls"
             )
         elif setting.kind is bool:
             group.add_argument(setting.option, action=argparse.BooleanOptionalAction, help=doc)
@@ -132,27 +132,27 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
             letter = {str: "TEXT", int: "N"}.get(setting.kind, "X")  # type: ignore[call-overload]
             group.add_argument(setting.option, type=setting.kind, metavar=letter, help=doc)
     mpi = parser.add_argument_group("MPI")
-    mpi.add_argument("--mpi-args", metavar="TEXT", help='more options of mpiexec, as in --mpi-args="-x NAME"')
-    mpi.add_argument("--binding-args", metavar="TEXT", help="options of mpiexec in place of `--bind-to none`")
+    mpi.add_argument("--mpi-args", metavar="TEXT", help='more mpiexec options, as in --mpi-args="-x NAME"')
+    mpi.add_argument("--binding-args", metavar="TEXT", help="mpiexec options that replace `--bind-to none`")
     mpi.add_argument("--tcp", **_NO_VALUE, dest="tcp_flag", help="TCP only: sets NCCL_IB_DISABLE=1")
     control = mpi.add_mutually_exclusive_group()
-    control.add_argument("--gloo", **_NO_VALUE, dest="use_gloo", help="accepted; MPI does its work")
+    control.add_argument("--gloo", **_NO_VALUE, dest="use_gloo", help="accepted, but MPI is used instead")
     control.add_argument(
         "--mpi", **_NO_VALUE, dest="use_mpi", help="MPI connects the processes (it always does)"
     )
     control.add_argument(
-        "--jsrun", **_NO_VALUE, dest="use_jsrun", help="accepted; mpiexec starts the processes"
+        "--jsrun", **_NO_VALUE, dest="use_jsrun", help="accepted, but mpiexec starts the processes"
     )
 
 
 def _add_output(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("output")
     levels = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL")
-    group.add_argument("--log-level", type=str.upper, choices=levels, help="least severity of messages shown")
+    group.add_argument("--log-level", type=str.upper, choices=levels, help="lowest severity to show")
     stamps = group.add_mutually_exclusive_group()
     add = stamps.add_argument
-    add("--log-with-timestamp", **_NO_VALUE, help="messages carry the time (default)")
-    add("--log-without-timestamp", action="store_false", dest="log_with_timestamp", help="they do not")
+    add("--log-with-timestamp", **_NO_VALUE, help="show the time in log messages (default)")
+    add("--log-without-timestamp", action="store_false", dest="log_with_timestamp", help="omit the time")
     add(
         "-prefix-timestamp",
         "--prefix-output-with-timestamp",
@@ -182,31 +182,31 @@ def _add_elastic(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="N",
         dest="min_num_proc",
-        help="fewest processes to go on with",
+        help="minimum number of processes",
     )
-    add("--max-np", "--max-num-proc", type=int, metavar="N", dest="max_num_proc", help="most processes")
-    add("--slots-per-host", type=int, metavar="N", dest="slots", help="slots of hosts found without a number")
+    add("--max-np", "--max-num-proc", type=int, metavar="N", dest="max_num_proc", help="maximum processes")
+    add("--slots-per-host", type=int, metavar="N", dest="slots", help="slots of hosts given without a number")
     add(
         "--elastic-timeout",
         type=config_parser.number,
         metavar="S",
         help="seconds to wait for slots after a change (default: HOROVOD_ELASTIC_TIMEOUT or 600)",
     )
-    add("--reset-limit", type=int, metavar="N", help="most restarts")
+    add("--reset-limit", type=int, metavar="N", help="maximum number of restarts")
     add(
         "--blacklist-cooldown-range",
         type=int,
         nargs=2,
         metavar=("MIN", "MAX"),
         dest="cooldown_range",
-        help="seconds after which a host that failed may return",
+        help="seconds after which a failed host may rejoin",
     )
 
 
 def _add_hosts(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("hosts").add_mutually_exclusive_group()
     group.add_argument(
-        "-H", "--hosts", metavar="H1:N,H2:M", help="hosts with slots; localhost:4, for example"
+        "-H", "--hosts", metavar="H1:N,H2:M", help="hosts with slots, for example localhost:4"
     )
     group.add_argument("-hostfile", "--hostfile", metavar="FILE", help="file with lines `HOST slots=N`")
     group.add_argument(
@@ -219,7 +219,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
     Raises:
         ValueError: A value cannot be used. The message names the option or the file.
-        SystemExit: argparse has printed an error, the help or the version.
+        SystemExit: argparse has printed an error, the help text or the version.
     """
     given = vars(_parser().parse_args(argv))
     args = argparse.Namespace(**{**DEFAULTS, **given})

@@ -134,7 +134,7 @@ def _discover(script: str, slots: int | None, timeout: float) -> list[tuple[str,
         if not counted and slots is None:
             raise LaunchError(
                 f"--host-discovery-script {script} prints {line!r} without a number of slots: "
-                "print HOST:SLOTS, or give --slots-per-host"
+                "print HOST:SLOTS, or pass --slots-per-host"
             )
         for host, count in parse_hosts(line if counted else f"{line}:{slots}", slots=None):
             found[host] = count
@@ -155,7 +155,7 @@ def _lines(args: argparse.Namespace, order: JobSpec) -> Iterator[str]:
     if given:
         yield (
             f"{', '.join(given)}: this job keeps the processes and hosts that it starts with; "
-            "processes that come and go do not exist yet"
+            "adding or removing processes is not supported yet"
         )
     options = {s.variable: s.option for s in config_parser.SETTINGS if s.variable in order.exports}
     reasons: dict[str, list[str]] = {}

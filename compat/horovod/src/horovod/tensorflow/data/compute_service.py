@@ -64,10 +64,10 @@ class TfDataServiceConfig:
     def __post_init__(self) -> None:
         if self.dispatcher_side not in SIDES:
             raise ArgumentError(
-                f"dispatcher_side={self.dispatcher_side!r}: choose 'training' or 'compute'."
+                f"dispatcher_side={self.dispatcher_side!r} must be 'training' or 'compute'."
             )
         if self.dispatchers < 1 or self.workers_per_dispatcher < 1:
-            text = "A tf.data service has at least one dispatcher, and each of them at least one worker."
+            text = "A tf.data service needs at least one dispatcher, and at least one worker per dispatcher."
             raise ArgumentError(text)
 
     def compute_client(self, verbose: int = 1) -> ComputeClient:
@@ -133,7 +133,7 @@ def _check_reachable(address: str) -> None:
     except OSError as error:
         raise registry.RegistryError(
             f"tf.data service: cannot connect to the dispatcher at {address} ({error}). Check that the "
-            "compute job runs and that the configuration file is of this job."
+            "compute job is running, and that the configuration file belongs to it."
         ) from error
 
 
@@ -184,7 +184,7 @@ def send_to_data_service(
         reuse_dataset: If True, the ranks of a dispatcher share one pass over the data, and each element goes
             to one of them. Otherwise each rank gets all elements.
         round_robin: With ``reuse_dataset``, serve the ranks in turn, all at the same pace. The data set must
-            be endless.
+            be infinite.
 
     Raises:
         RuntimeError: The dispatchers run in the training job. Use ``tf_data_service``.
@@ -192,8 +192,8 @@ def send_to_data_service(
     """
     if compute_config.dispatcher_side == "training":
         raise RuntimeError(
-            "send_to_data_service needs dispatchers in the compute job. Those in the training job live in a "
-            "`with tf_data_service(config, rank) as address:` block: there, apply "
+            "send_to_data_service needs dispatchers in the compute job. For dispatchers in the training job, "
+            "use a `with tf_data_service(config, rank) as address:` block, and in it apply "
             "tf.data.experimental.service.distribute(service=address, ...)."
         )
     with tf_data_service(compute_config, rank) as address:
@@ -202,7 +202,7 @@ def send_to_data_service(
             options["job_name"] = "job"
         if reuse_dataset and round_robin:
             if size is None:
-                raise ArgumentError("round_robin=True needs size, the number of ranks that train.")
+                raise ArgumentError("round_robin=True needs size, the number of ranks in the training job.")
             options["processing_mode"] = tf.data.experimental.service.ShardingPolicy.OFF
             options["consumer_index"] = rank // compute_config.dispatchers
             sharing = range(rank % compute_config.dispatchers, size, compute_config.dispatchers)

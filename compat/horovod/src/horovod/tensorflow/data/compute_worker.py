@@ -36,7 +36,7 @@ def run_worker(
     rank, size = basics.rank(), basics.size()
     if dispatchers < 1 or size % dispatchers:
         raise ArgumentError(
-            f"{size} workers cannot be shared out equally among {dispatchers} dispatchers: start a multiple."
+            f"{size} workers cannot be shared out equally among {dispatchers} dispatchers. Start a multiple."
         )
     config = None
     if rank == 0:
@@ -71,9 +71,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("configfile", help="configuration file to write, for the training job to read")
     parser.add_argument("--dispatchers", type=int, default=1, help="number of dispatchers (1)")
     parser.add_argument(
-        "--dispatcher-side", choices=SIDES, default="compute", help="the job that runs them (compute)"
+        "--dispatcher-side", choices=SIDES, default="compute", help="job that runs the dispatchers (compute)"
     )
-    parser.add_argument("--timeout", type=int, default=60, help="seconds to wait for one another (60)")
+    parser.add_argument("--timeout", type=int, default=60, help="seconds to wait for each other (60)")
     options = parser.parse_args(arguments)
     run_worker(options.configfile, options.dispatchers, options.dispatcher_side, options.timeout)
 

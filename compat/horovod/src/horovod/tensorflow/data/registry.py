@@ -143,10 +143,10 @@ class ComputeClient:
     def _unreachable(self, error: OSError) -> RegistryError:
         return RegistryError(
             f"tf.data service: its directory {self._directory} cannot be used ({error.strerror}). The "
-            "compute job makes it beside its configuration file and removes it when it ends: check that the "
-            "job runs, that the file is of this job, and that both jobs share the file system."
+            "compute job creates it next to its configuration file and removes it when the job ends: check "
+            "that the job is running, that the file belongs to it, and that both jobs share the file system."
         )
 
     def _wait(self, look: Callable[[], T | None], what: str, timeout: float | None) -> T:
-        advice = "Check the output of the compute workers; a larger timeout is set where they are started."
+        advice = "Check the output of the compute workers. To wait longer, start them with a larger timeout."
         return wait_for(look, what, self._timeout if timeout is None else timeout, advice)

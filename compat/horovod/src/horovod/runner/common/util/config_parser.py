@@ -1,7 +1,7 @@
 """Options that become ``HOROVOD_*`` variables, and the configuration file (YAML) that can hold them.
 
 A single table lists the attribute of the parsed arguments, the variable, the section and key of the file, and
-the type. The file sets what the command line leaves open. Both take precedence over the caller's environment.
+the type. The command line takes precedence over the file, and both over the caller's environment.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Setting:
     Attributes:
         dest: Attribute of the parsed arguments. The option is ``--`` and this name with dashes.
         env: Name of the variable, without ``HOROVOD_``.
-        section, key: Place in the configuration file.
+        section, key: Section and key in the configuration file.
         kind: Type of the value: bool, int, float, str, or ``number``.
         inverted: If True, the file's value is the opposite of the attribute's.
     """

@@ -78,7 +78,7 @@ def get_host_assignments(
     """
     total = sum(host.slots for host in hosts)
     if total < min_num_proc:
-        raise ValueError(f"{min_num_proc} processes were asked for, but the hosts have only {total} slots")
+        raise ValueError(f"{min_num_proc} processes were requested, but the hosts have only {total} slots")
     size = total if max_num_proc is None else min(total, max_num_proc)
     placed = assign_ranks(size, [(host.hostname, host.slots) for host in hosts])
     names = [host.name for host in placed for _ in host.ranks]
