@@ -312,7 +312,7 @@ class RingReader:
         Pass both to ``records``. See Note [Sequence numbers].
         """
         end = self.words[_WRITTEN]
-        if self.ended:  # a killed thread may have written uncounted records; ``records`` skips the others
+        if self.ended:  # a killed thread may have written uncounted records; ``records`` skips gaps
             end += _WRITERS
         self._leave_out(end)
         first = self._position
