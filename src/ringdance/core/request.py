@@ -111,7 +111,7 @@ class Request:
 class DeviceResults(list[Any]):
     """Results of a request, valid on the device after ``event``.
 
-    ``received``: For alltoall only: number of rows received from each member.
+    ``received``: For alltoall only: number of rows received from each member, for each tensor.
     """
 
     event: Any = None
