@@ -64,8 +64,8 @@ def test_names_on_both_sides_with_lines() -> None:
     assert report.startswith("rank 1 on host host0 (pid 101) has waited 12 s for 'grad'")
     assert "train.py:7 in step" in report
     assert (
-        "rank 3 on host host1 (pid 103): it is waiting for 'loss', 'metric', which no other rank has submitted"
-        "; its main thread is at other.py:9 in f"
+        "rank 3 on host host1 (pid 103): it is waiting for 'loss', 'metric', which no other rank has "
+        "submitted; its main thread is at other.py:9 in f"
         in report
     )
     assert "rank 0 " not in report

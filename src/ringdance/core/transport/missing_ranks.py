@@ -76,7 +76,7 @@ def missing_rank_report(ranks: Collection[int], waited: float) -> str:
 
 
 def _scan() -> tuple[str, _Ranks]:
-    """Return the launcher's variable for ranks, and the ranks that it started on this host."""
+    """Return the name of the launcher's rank variable, and the ranks that it started on this host."""
     import psutil  # imported here because it takes 30 ms
 
     name = next((name for name in RANK_NAMES if name in os.environ), "")
