@@ -357,7 +357,7 @@ class StallWatch:
         if rank not in inquiry.seen and self._transport.state(rank) == "unknown":
             stacks[rank], host = "", self._transport.identities[rank].host
             return (
-                f"no rank on its host answers: {host} is off or unreachable (`ping {host}`), or the rank's "
+                f"no rank on its host answers: {host} is down or unreachable (`ping {host}`), or the rank's "
                 "process is stopped or in a call that holds the GIL"
             )
         report = inquiry.seen.get(rank) or self.look(rank, inquiry.cpu[rank])

@@ -320,7 +320,7 @@ def test_a_host_that_does_not_answer_is_not_looked_into() -> None:
     inquiry = Mock(seen={2: {"text": "its main thread sleeps", "stacks": "x"}}, cpu={3: None})
     stacks: dict[int, str] = {}
     text = watch._outside(3, inquiry, stacks)
-    assert text.startswith("no rank on its host answers: host1 is off or unreachable (`ping host1`), or")
+    assert text.startswith("no rank on its host answers: host1 is down or unreachable (`ping host1`), or")
     assert "py-spy" not in text
     assert watch._outside(2, inquiry, stacks) == "its main thread sleeps"
     assert stacks == {2: "x", 3: ""}

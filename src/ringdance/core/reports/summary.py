@@ -13,7 +13,7 @@ from ringdance.core.transport.base import Identity
 
 _UNKNOWN = (
     "exposed communication, slowest rank: unknown, because the script polled for results, or never waited "
-    "for a result. Where else the script waits cannot be observed"
+    "for a result. Any other waiting in the script cannot be observed"
 )
 _FEW = 20  # steps: with fewer, any rank may be the slowest by chance
 
