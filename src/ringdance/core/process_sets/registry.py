@@ -117,7 +117,7 @@ class ProcessSets:
         return [state for state, _ in self.machines]
 
     def next_due(self) -> float | None:
-        """Return when the engine thread will next have work (monotonic), or None if nothing is pending."""
+        """Return when the engine thread will next have work (monotonic), or None if nothing is due."""
         soonest: float | None = None
         for state, _ in self.machines:
             due = state.next_due()
