@@ -194,4 +194,4 @@ def test_programs_side_by_side_in_one_thread_of_tensorflow(start: Start) -> None
     """Two programs run in a different order on rank 1, and no TensorFlow thread is left for the other one."""
     code, output = start("mpiexec", 2, POOL, **STALL, RINGDANCE_DEADLOCK_TIME="2")
     assert code != 0
-    assert "it waits for 'allreduce.a'" in output
+    assert "it is waiting for 'allreduce.a'" in output

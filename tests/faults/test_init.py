@@ -62,7 +62,7 @@ def test_a_rank_that_does_not_call_init_is_named(by: str, tmp_path: Path) -> Non
     else:
         command, environ = [sys.executable, "-m", "ringdance", "run", "-np", "3"], {}
     text = said([*command, sys.executable, program], **environ)
-    report = r"Waiting: ranks 0, 1\. Still missing: rank 2 \(pid \d+\)\. Check what runs there"
+    report = r"Waiting: ranks 0, 1\. Still missing: rank 2 \(pid \d+\)\. Check what is running there"
     assert re.search(report, text), text
 
 

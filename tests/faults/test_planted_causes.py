@@ -75,7 +75,7 @@ CAUSES = {
         (FAILURE, r"ended its program after 10 exchanges", "other ranks waited"), ways=RUN
     ),
     "swapped": Planted(
-        (r"waited 4 s for 'allreduce\.a'", f"{LATE}: it waits for 'allreduce\\.b'", AT), "disturbed"
+        (r"waited 4 s for 'allreduce\.a'", f"{LATE}: it is waiting for 'allreduce\\.b'", AT), "disturbed"
     ),
     "branch": Planted((LATE, r"'allreduce\.log'", "which no other rank has submitted", AT), "log"),
     "shapes": Planted(

@@ -1,4 +1,4 @@
-"""The threads that call an engine: what they wait for, and whether any thread of this process can continue.
+"""The threads that call an engine: what they wait for, and whether any thread in this process can continue.
 
 Note [Certain deadlocks]
     A deadlock ends a job, so a rank counts as *blocked* only if no thread of its process can ever continue.
@@ -12,10 +12,10 @@ Note [Certain deadlocks]
       then sleep in a futex as well, except those that existed before the first engine (MPI's), which must not
       have run.
 
-    The state lasts as long as no wait has started, nothing was submitted, and no sleeping thread has run. If
-    it holds on all ranks at one time, and no operation can start, no rank can continue. What cannot be known
-    (a system other than Linux, a thread that sleeps for some seconds, a timer that sends a signal) counts as
-    a thread that can continue. If all Python threads wait for locks, three cases are not covered: a sleeping
+    A rank stays blocked until a wait starts, a request is submitted, or a sleeping thread runs. If all ranks
+    are blocked at the same time, and no operation can start, no rank can ever continue. Uncertain cases (a
+    system other than Linux, a thread that sleeps for some seconds, a timer that sends a signal) count as a
+    thread that can continue. If all Python threads wait for locks, three cases are not covered: a sleeping
     thread of C code that calls Python later; a signal handler that releases a lock; and a thread of the
     user's C code, started before ``init()``, that ends a wait in C.
 """
@@ -38,7 +38,7 @@ from ringdance.core.transfers import Transfer
 _IN_WAITS = ("ringdance", "threading", "json")  # packages whose functions a wait calls
 _LOCKS = frozenset({"threading", "concurrent"})  # their calls into C wait for Python's locks only
 _TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
-_early_threads = functools.cache(task_ids)  # threads of the process when its first engine started
+_early_threads = functools.cache(task_ids)  # the process's threads when its first engine started
 
 
 class Callers:
@@ -48,11 +48,12 @@ class Callers:
     lock is needed.
 
     Attributes:
-        waiting: Works that threads wait for, by a key per wait. While any thread waits, everything pending is
-            due, in every set, because two ranks may wait for two sets in different orders.
+        waiting: Works that threads are waiting for, each under its wait's key. While any thread waits,
+            everything pending is due in every set, because two ranks may wait for two sets in different
+            orders.
         submitted: Time of the last submission (monotonic).
-        transfers: Messages that threads wait for, by a key per wait.
-        messages: Number of waits for messages that have ended.
+        transfers: Messages that threads are waiting for, each under its wait's key.
+        messages: Number of completed waits for messages.
     """
 
     def __init__(self) -> None:
@@ -65,7 +66,7 @@ class Callers:
         _early_threads(os.getpid())
 
     def waits_in(self, set_id: int) -> bool:
-        """Return True if a thread waits for an incomplete Work of a process set."""
+        """Return True if a thread is waiting for an incomplete Work of a process set."""
         works = list(self.waiting.values())  # Note [Copies of dictionaries]
         return any(work.request.set_id == set_id and not work.done() for work in works)
 
@@ -79,7 +80,7 @@ class Callers:
             this state, with the same waits. ``quiet``: Seconds since the last submission.
         """
         now, threads = time.monotonic(), self._threads()
-        # Keep the keys of the waits, so that the keys of later waits differ.
+        # The state holds the waits' keys, so that the keys of later waits differ.
         state = threads and (threads, tuple(list(self.waiting)), self.submitted)
         if not state or state != self._state:
             self._state, self._since = state, now
@@ -87,9 +88,9 @@ class Callers:
         return {"blocked": bool(state and self.waiting), "still": still, "quiet": quiet}
 
     def _threads(self) -> list[tuple[int, int]] | None:
-        """Return the threads that are not waiting, each with its time used, or None if any can continue.
+        """Return the threads that are not waiting for a Work, or None if any thread can continue.
 
-        The time is 0 for threads whose time does not matter.
+        With each thread, return the time it has used, or 0 if that does not matter.
         """
         numbers = {thread.ident: thread.native_id or 0 for thread in threading.enumerate()}
         # Negative: a thread of C code that calls Python, whose kernel thread id is unknown.
@@ -113,7 +114,7 @@ def _package(frame: FrameType) -> str:
 
 
 def _waits(frame: FrameType | None) -> bool:
-    """Return True if a thread only waits for a Work without a timeout, or is an engine thread."""
+    """Return True if a thread is only waiting for a Work, without a timeout, or is an engine thread."""
     while isinstance(frame, FrameType) and _package(frame) in _IN_WAITS:
         if frame.f_code is Work.wait.__code__:
             return frame.f_locals["timeout"] is None

@@ -49,7 +49,7 @@ def _outputs(request: Request) -> list[Array]:
 
 
 def _output(request: Request, index: int, shape: tuple[int, ...]) -> Array:
-    """Return the array for a result whose shape is known only now: the caller's, if it has that shape."""
+    """Return the array for a result whose shape is known only now: the caller's array if its shape fits."""
     provided = None if request.outputs is None else request.outputs[index]
     if provided is not None and provided.shape == shape and provided.dtype == request.inputs[index].dtype:
         return provided
@@ -57,7 +57,7 @@ def _output(request: Request, index: int, shape: tuple[int, ...]) -> Array:
 
 
 def execute(exchange: Exchange, members: Sequence[int], batch: Sequence[AgreedRequest]) -> Steps:
-    """Run a batch. Returns a list with the results, or an exception, for each item."""
+    """Run a batch. Returns a list that holds each item's results, or an exception instead."""
     d = batch[0].description
     if d.detail and d.kind != Collective.BARRIER:
         return [_zero_dim_error(item.name, item.description) for item in batch]
@@ -65,7 +65,7 @@ def execute(exchange: Exchange, members: Sequence[int], batch: Sequence[AgreedRe
         if d.device not in exchange.devices:
             assert exchange.context.make_device is not None
             made = yield from exchange.context.make_device(exchange, d.device)
-            exchange.devices = {**exchange.devices, d.device: made}  # a new dict: other threads may read it
+            exchange.devices = {**exchange.devices, d.device: made}  # a copy: others may be reading it
         pairs = [(item.description, None if item.work is None else item.work.request) for item in batch]
         return (yield from exchange.devices[d.device].execute(pairs, members))
     requests = [_request(item) for item in batch]
@@ -81,7 +81,7 @@ def execute(exchange: Exchange, members: Sequence[int], batch: Sequence[AgreedRe
             results.append((yield from _alltoall(exchange, request, item.work)))
         elif d.kind == Collective.REDUCESCATTER:
             results.append((yield from _reducescatter(exchange, request)))
-        elif d.kind == Collective.BARRIER:  # the round has synchronized the members already
+        elif d.kind == Collective.BARRIER:  # the round has already synchronized the members
             results.append([])
         else:
             raise _not_executed(d.kind)
@@ -100,12 +100,12 @@ def _zero_dim_error(name: str, description: Description) -> MismatchError:
 
 
 def _numbers(views: Sequence[Array], how: Reduction) -> Sequence[Array]:
-    """Return contiguous arrays as they are reduced: complex numbers as pairs of floats, others unchanged."""
+    """Return contiguous arrays in the form to reduce: complex numbers as pairs of floats, the rest as is."""
     return [view.reshape(-1).view(how.dtype) for view in views] if how.pairs else views
 
 
 def allreduce_flat(exchange: Exchange, requests: Sequence[Request], how: Reduction) -> Steps:
-    """Reduce requests of one dtype. Returns the outputs for each request."""
+    """Reduce requests that have the same dtype. Returns the outputs for each request."""
     if len(requests) == 1 and len(requests[0].inputs) == 1:
         source = requests[0].inputs[0]
         provided = requests[0].outputs
@@ -139,7 +139,7 @@ def _allreduce(exchange: Exchange, requests: Sequence[Request]) -> Steps:
         for source, target in zip(inputs, targets, strict=True):
             yield from adasum(exchange, source, target, d.prescale, d.postscale)
         return outputs
-    for dtype in dtypes:  # a group with several dtypes needs one exchange for each
+    for dtype in dtypes:  # a group with several dtypes needs one exchange per dtype
         how = reduction(dtype, d.operation, d.prescale, d.postscale, exchange.size)
         chosen = [i for i, name in enumerate(d.dtypes) if name == dtype]
         parts = [[views[i] for i in chosen] for views in (inputs, targets)]

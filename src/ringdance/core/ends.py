@@ -48,7 +48,7 @@ from ringdance.errors import (
     StallError,
 )
 
-_OF_NOTES = {"StallError": StallError, "DeadlockError": DeadlockError}  # peers get RankLostError otherwise
+_OF_NOTES = {"StallError": StallError, "DeadlockError": DeadlockError}  # for all others, RankLostError
 _FIGURES_S = 1.0  # enough, because all ranks send their figures at the same time
 _REASON_S = 0.2  # the note with the reason may arrive after the round in which all ranks stop
 
@@ -64,7 +64,7 @@ class EngineEnd:
         recorder: Writes the flight record.
         summary: Collects the figures from all ranks.
         stop_work: Work that is done once the engine has stopped.
-        closed: True if nothing can be submitted any more.
+        closed: True once the engine no longer accepts requests.
         broken: Error with which the engine failed, or None.
         failed_here: True if this rank detected the failure.
         stopped_first: True if this rank asked to stop before it received another rank's request.
@@ -116,7 +116,7 @@ class EngineEnd:
     def close(self) -> None:
         """Free everything after all sets have agreed to stop."""
         self.closed = True
-        self.peers.read_notes()  # a short job may not have read yet where rank 0's monitor listens
+        self.peers.read_notes()  # in a short job, the address of rank 0's monitor may still be unread
         self._exchange_figures()
         limit = time.monotonic() + _REASON_S
         while not self._reason and time.monotonic() < limit:
@@ -189,7 +189,7 @@ class EngineEnd:
     def fail_lost(self, who: str) -> None:
         """Fail because a rank has died."""
         error = RankLostError(
-            f"{who} died while {self._identity} waited for it. Check the last output of the rank that died, "
+            f"{who} died while {self._identity} was waiting for it. Check the last output of the dead rank, "
             "and look for the kernel's out-of-memory killer in the output of `dmesg` on its host."
         )
         self.fail(error, departed=who)

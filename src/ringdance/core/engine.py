@@ -1,7 +1,7 @@
-"""The engine of one rank: takes in requests, lets its process sets agree and execute, and returns Works.
+"""The engine of one rank: accepts requests, has its process sets agree on them and execute them.
 
 The engine has no module-level state, so the n engines of a loopback world can run in one process. Waiting
-threads and the engine's own thread step it (``progress``). Note [Ends] in ``ends`` describes how it ends.
+threads and the engine's own thread step it (see ``progress``). For how it ends, see Note [Ends] in ``ends``.
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ class Engine:
 
     Attributes:
         rank, size: This rank and the number of ranks in the whole job.
-        local_rank, local_size: This rank's index among the ranks on its host, and their number.
+        local_rank, local_size: This rank's index among the ranks on its host, and the number of these ranks.
         cross_rank, cross_size: This rank's index among the ranks with the same local rank, one per host, and
-            their number.
+            the number of these ranks.
         hosts: Host name of each rank.
         summary: Summary of the run. Rank 0 shows it at the end.
         context: Counters of the engine's exchanges.
-        callers: The threads that have submitted requests, and what they wait for.
+        callers: The threads that have submitted requests, and what they are waiting for.
         sets: The process sets.
         end: Whether and how the engine has ended.
         on_monitor: Called with each note of kind "monitor".
         on_check: Called a few times per second.
-        on_step: Called when a step has ended. None while nothing is tuned.
-        profilers: Profilers. Each one that is running records a span whenever a thread waits.
+        on_step: Called at the end of each step. None while nothing is being tuned.
+        profilers: The frameworks' profilers. While one of them is running, it records a span for each wait.
 
     Args:
         transport: Connects all ranks. The engine takes ownership.
-        settings: Values of all settings.
+        settings: The settings.
         threaded: If True, run an engine thread. Otherwise the engine advances only while a thread waits.
         report: Receives warnings.
         ring: Memory for the recorder's records.
@@ -101,7 +101,7 @@ class Engine:
 
     @property
     def closed(self) -> bool:
-        """True if nothing can be submitted any more."""
+        """True once the engine no longer accepts requests."""
         return self.end.closed
 
     def members(self, set_id: int = 0) -> tuple[int, ...]:
@@ -119,8 +119,8 @@ class Engine:
 
         Args:
             request: The operation. Its input memory must not change until the Work is done.
-            wake: If True, the engine thread starts the request within about one cycle time. Otherwise it
-                starts when a thread waits for a Work of the set, or ``flush`` is called.
+            wake: If True, the engine thread starts the request within about one cycle time. Otherwise the
+                request starts when a thread waits for a Work of the set, or when ``flush`` is called.
 
         Raises:
             ArgumentError: The set is unknown, or this rank is not a member.
@@ -147,7 +147,7 @@ class Engine:
         name = request.name
         work = Work(request, name or "", self._wait)
         with self._lock:
-            if state.stopped or self.end.closed:  # since the check above: this Work would never be done
+            if state.stopped or self.end.closed:  # check again, because this Work would never be done
                 if self.end.closed or not request.set_id:
                     raise self.end.error()
                 raise ProcessSetRemovedError(f"Process set {request.set_id} is being removed.")
@@ -211,9 +211,9 @@ class Engine:
         """Make a process set and return its id. All ranks must call this with the same members.
 
         Raises:
-            ArgumentError: On this rank, a rank is out of range or repeated, or an equal set exists. The
-                other ranks get a MismatchError that says so.
-            MismatchError: Ranks asked for different members, or some have joined.
+            ArgumentError: A member is out of range or repeated, or a set with these members exists. Raised
+                where the call is invalid. The other ranks get a MismatchError with the same text.
+            MismatchError: The ranks passed different members, or some ranks have joined.
         """
         return self._change_sets("add", Collective.ADD_SET, lambda: self.sets.check_new(ranks))
 
@@ -223,14 +223,14 @@ class Engine:
         Pending operations of the set fail with ProcessSetRemovedError.
 
         Raises:
-            ArgumentError: On this rank, the set is unknown or is the set of all ranks. The other ranks get a
-                MismatchError that says so.
-            MismatchError: Ranks named different sets, or some have joined.
+            ArgumentError: The set is unknown, or is the set of all ranks. Raised where the call is invalid.
+                The other ranks get a MismatchError with the same text.
+            MismatchError: The ranks passed different sets, or some ranks have joined.
         """
         self._change_sets("remove", Collective.REMOVE_SET, lambda: self.sets.check_removal(set_id))
 
     def add_group(self, number: int, ranks: tuple[int, ...]) -> int:
-        """Make a set without involving other ranks, and return its id. Its members call this together.
+        """Make a set without involving other ranks, and return its id. All members must call this together.
 
         Args:
             number: A number below ``FIRST_GROUP``, the same on all members and not in any member's
@@ -244,7 +244,7 @@ class Engine:
         if self._progress_engine is None:
             self.sets.add_group(set_id, ranks)
             return set_id
-        while not self._exclusively(self.sets.add_group, set_id, ranks):  # retry, because peers wait
+        while not self._exclusively(self.sets.add_group, set_id, ranks):  # the peers are waiting
             if self.end.closed:
                 raise self.end.error()
         return set_id
@@ -287,7 +287,7 @@ class Engine:
             for name, until in outer:
                 end = self._peers.pause, name, max(0.0, until - time.monotonic())
                 while not self._exclusively(*end) and not self.end.closed:
-                    pass  # otherwise no rank would report stalls until the pause's timeout
+                    pass  # retry: otherwise, no rank would report stalls until the pause times out
 
     def leave(self, message: str) -> None:
         """Stop this rank because of an error. The other ranks fail with RankLostError."""
@@ -299,7 +299,7 @@ class Engine:
 
         If the request is pending in a group made by ``add_group``, only the group fails, with
         ProcessSetRemovedError. Otherwise the engine fails with StallError, because a request that is being
-        executed cannot be taken back.
+        executed cannot be canceled.
 
         Args:
             set_id: The process set.
@@ -317,12 +317,12 @@ class Engine:
     def shutdown(
         self, reason: str = "has called shutdown()", timeout: float = 30.0, departing: bool = False
     ) -> bool:
-        """Stop on all ranks. Pending operations fail everywhere with ShutDownError.
+        """Stop the engines of all ranks. Pending operations fail everywhere with ShutDownError.
 
         Args:
-            reason: Text for the other ranks' messages, after this rank's name.
+            reason: What the other ranks' messages say after this rank's name.
             timeout: Seconds to wait for the other ranks to agree.
-            departing: True if this rank's program exits, so that it will not come back.
+            departing: True if this rank's program is exiting, so the rank will not come back.
 
         Returns:
             True if all ranks agreed, so that nothing is left in flight.
@@ -334,7 +334,7 @@ class Engine:
             self._exclusively(self.end.ask_to_stop, reason, departing, end=True)
             self._wake()
         try:
-            # After an agreed stop too: the engine thread may still be freeing communicators.
+            # Wait even after an agreed stop: the engine thread may still be freeing communicators.
             self._progress_engine.wait(self._stop_work, timeout)
         except TimeoutError:
             missing = self._peers.missing()
@@ -358,5 +358,5 @@ class Engine:
 
 
 def _across_hosts(hosts: Sequence[str], rank: int, local_rank: int) -> list[int]:
-    """Return the ranks with this local rank, one per host that has it. ``rank`` stands for its own host."""
+    """Return the ranks with this local rank, one per host that has one. ``rank`` represents its own host."""
     return [i for i, host in enumerate(hosts) if i == rank or hosts[:i].count(host) == local_rank]

@@ -14,7 +14,7 @@ def note(name: str, owner: str, what: str, tensors: Sequence[str]) -> None:
 
     Args:
         name: Name of the call.
-        owner: The model or optimizer that makes the call. A label that another owner has is numbered.
+        owner: The model or optimizer that makes the call. If another owner has the label, a number is added.
         what: Kind of the tensors, such as "gradients".
         tensors: Names of the parameters.
     """
@@ -33,7 +33,7 @@ def labels_of(names: Iterable[str]) -> dict[str, str]:
 
 
 def adopt(labels: dict[str, str]) -> None:
-    """Adopt another rank's labels for names that this rank does not use."""
+    """Adopt another rank's labels for names that have no label on this rank."""
     for name, label in labels.items():
         taken = any(label == other for other, _ in list(_tensors.values()))  # a copy: threads may add more
         _tensors.setdefault(name, (f"{label} ('{name}')" if taken else label, ()))
@@ -50,7 +50,7 @@ def tensors_of(name: str) -> Sequence[str]:
 
 
 def label_of(name: str) -> str:
-    """Return a readable label for a name. Unnamed calls lose their numbers, which never repeat."""
+    """Return a readable label for a name. Omits the numbers of unnamed calls, which never repeat."""
     if name in _tensors:
         return _tensors[name][0]
     return name.rstrip("0123456789").rstrip(".") if ".noname." in name else name

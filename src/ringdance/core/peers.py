@@ -1,4 +1,4 @@
-"""The other ranks of an engine: notes to and from them, lost ranks, stalls."""
+"""An engine's peers: exchange notes with them, and detect lost ranks and stalls."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class Peers:
         transport: Connects all ranks.
         settings: The engine's settings.
         sets: The process sets.
-        callers: The threads that wait.
-        recorder: Writes the files about stalls.
+        callers: The threads that are waiting.
+        recorder: Writes the files that describe stalls.
 
     Attributes:
         handlers: Functions by kind of note, called with the sender's rank and the note. The engine and
-            ``EngineEnd`` add theirs.
+            ``EngineEnd`` add their own.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Peers:
     def pause(self, what: str, seconds: float) -> tuple[str, float]:
         """Suppress stall reports of all ranks while this rank runs ``what``, for at most ``seconds``.
 
-        0 seconds end the pause. Returns the previous mark and its end time (monotonic).
+        If ``seconds`` is 0, the pause ends. Returns the previous pause's name and end time (monotonic).
         """
         before = self._watch.pauses.get(self._transport.rank, (what, 0.0))
         note = {"kind": "pause", "what": what, "seconds": seconds}
@@ -91,14 +91,14 @@ class Peers:
             self._watch.pauses.pop(rank, None)
 
     def lost(self) -> str:
-        """Return a rank on this host whose process has exited although rounds wait for it, or ""."""
+        """Return a rank on this host that has exited while rounds are waiting for it, or "" if none has."""
         for rank in self._waited_for():
             if self._transport.state(rank) == "gone":
                 return str(self._transport.identities[rank])
         return ""
 
     def stall(self) -> tuple[str, type[StallError] | None]:
-        """Return a warning about a stall or "", and the type of the error to fail with or None."""
+        """Return a warning ("" if nothing has stalled), and the type of the error to fail with, if any."""
         text, error = self._watch.check()
         if not text:
             return "", None
@@ -107,7 +107,7 @@ class Peers:
         return text + (f" (Details and stacks: {path})" if path and error is None else ""), error
 
     def _save(self, text: str) -> str | None:
-        """Write the reported stall as JSON and let all ranks write their stacks. Returns the file's path."""
+        """Write the reported stall as JSON and have all ranks write their stacks. Returns the JSON's path."""
         stall = self._watch.reported
         assert stall is not None
         self.post_all({"kind": "stacks"})
@@ -122,12 +122,12 @@ class Peers:
             self._recorder.save("stacks", self._transport.identities[rank], text)
 
     def missing(self) -> str:
-        """Return the ranks on this host that rounds wait for, or "other ranks"."""
+        """Describe the ranks on this host that rounds are waiting for ("other ranks" if none are known)."""
         ranks = self._waited_for()
         return ", ".join(str(self._transport.identities[rank]) for rank in ranks) or "other ranks"
 
     def _waited_for(self) -> list[int]:
-        """Return the ranks on this host that have not signalled in a round that this rank has entered."""
+        """Return the ranks on this host that have not signaled in a round that this rank has entered."""
         waited_for = set()
         for state in self._sets.states():
             window, group = state.transport.window, state.transport.host_group

@@ -2,7 +2,7 @@
 
 One step advances the engine as far as possible without blocking. A thread that waits for a Work makes the
 steps itself, so a lone operation does not need another thread. For asynchronous operations, the engine thread
-makes them, but it rests while callers wait. No thread sleeps while it is in a step. If there are several
+makes the steps, but it rests while callers wait. No thread sleeps during a step. If there are several
 callers, one leads and the others follow.
 
 A waiting thread first yields the core for some microseconds, then sleeps: on the event count if all peers are
@@ -20,7 +20,7 @@ from ringdance.core.transport.eventcount import yield_core
 
 _IDLE = 0.1
 _FOLLOWER_POLL = 0.02  # for two threads that wait for the same Work: they share one event
-_TRANSIT_SLEEP = 1e-4  # between hosts MPI moves data only while it is called: longer sleeps would stop it
+_TRANSIT_SLEEP = 1e-4  # between hosts, MPI moves data only while it is called: longer sleeps stall transfers
 _FIRST_BACKOFF = 5e-5
 
 
@@ -28,7 +28,7 @@ class ProgressEngine:
     """Steps one engine, on the threads that wait and on its own thread.
 
     Attributes:
-        asleep: True while the engine thread rests and has to be woken.
+        asleep: True while the engine thread is resting and has to be woken.
 
     Args:
         stepper: Makes the steps.
@@ -146,7 +146,7 @@ class ProgressEngine:
         try:
             self._run()
         except BaseException as error:
-            # Otherwise nothing would start asynchronous work any more.
+            # The engine must fail, because nothing would start asynchronous work any more.
             self._stepper.exclusively(self._stepper.end.fail_by, error, end=True)
 
     def _run(self) -> None:
@@ -167,12 +167,12 @@ class ProgressEngine:
                 backoff = self._sleep(now, backoff)
 
     def _seconds_to_work(self, now: float) -> float:
-        """Return the seconds until the engine thread has work, at most ``_IDLE``. Callers do its work."""
+        """Return the seconds until the engine thread has work, at most ``_IDLE``. Waiting callers do it."""
         due = None if self._stepper.callers.waiting else self._stepper.sets.next_due()
         return _IDLE if due is None else min(_IDLE, due - now)
 
     def _rest(self) -> None:
-        self.asleep = True  # before the check: any later submission wakes this thread
+        self.asleep = True  # set before the check, so that any later submission wakes this thread
         seconds = self._seconds_to_work(time.monotonic())
         if seconds > 0:
             self._wake.wait(seconds)

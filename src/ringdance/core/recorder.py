@@ -22,7 +22,7 @@ from ringdance.core.transport.base import Identity
 
 
 class StepMark(enum.IntEnum):
-    """What marks the steps. Once a higher mark was seen, lower marks do not count: see ``Recorder.step``."""
+    """What marks the end of a step. Once a higher mark has been seen, lower ones no longer count."""
 
     NONE = 0
     GRADIENTS = 1  # an exchange of gradients for an optimizer that Ringdance does not wrap
@@ -34,8 +34,8 @@ class Profiler(NamedTuple):
     """A framework's own profiler, which is told about waits so that it shows them too.
 
     Attributes:
-        running: Returns True if the profiler is recording. Takes well below 1 µs.
-        span: Makes a span with a name.
+        running: Returns True if the profiler is recording. Takes well under 1 µs.
+        span: Returns a context manager that records a span with this name.
     """
 
     running: Callable[[], bool]
@@ -56,7 +56,7 @@ class BatchRecord:
 
 
 _RECORDS = 256  # in a flight record
-_SMALL = 64  # most batches held back
+_SMALL = 64  # maximum number of batches held back
 # Faster as integers than as members of an Enum.
 _SUBMIT, _BATCH, _CHUNK = int(Kind.SUBMIT), int(Kind.BATCH), int(Kind.CHUNK)
 _WAIT, _STEP = int(Kind.WAIT), int(Kind.STEP)
@@ -68,18 +68,18 @@ _U32 = 0xFFFFFFFF
 
 
 class Recorder:
-    """Writes what this rank does to its ring, the source of all reports.
+    """Records what this rank does in its ring, from which all reports are made.
 
     Args:
         directory: Directory of flight records. "" for the system's temporary directory.
-        ring: Memory for the records. None for memory of this process only.
+        ring: Memory for the records. None for memory that only this process can access.
 
     Attributes:
         words: Header of the ring, see ``ring.Word``.
-        detail: ``words[Word.DETAIL]`` as in the last round of agreement. 1 asks for submissions, chunks and
-            waits, 2 for the rounds too.
+        detail: ``words[Word.DETAIL]`` as last read. 1 means that submissions, chunks and waits are recorded,
+            2 that rounds are recorded too.
         waited: Seconds that threads have waited for results.
-        window: First and last step between which ``words[Word.DETAIL]`` is set, and its value, or None.
+        window: The steps after which ``words[Word.DETAIL]`` is set and cleared, and its value, or None.
     """
 
     def __init__(self, directory: str = "", ring: Ring | None = None) -> None:
@@ -94,7 +94,7 @@ class Recorder:
         self._step_mark, self._steps = StepMark.NONE, 0
 
     def batch(self, what: BatchRecord, round_number: int, began: int = 0, tensors: int = 1) -> None:
-        """Record a batch that ends now.
+        """Record a batch that has just ended.
 
         Args:
             what: The batch.
@@ -116,7 +116,7 @@ class Recorder:
         return detail
 
     def small_batch(self, what: BatchRecord, round_number: int) -> None:
-        """Record a batch of one small tensor. It is held back unless submissions are recorded."""
+        """Record a batch of one small tensor. The record is held back unless submissions are recorded."""
         if self.detail:
             self.batch(what, round_number)
         else:  # writing a record to the ring would take a tenth of a lone all-reduce's time
@@ -152,7 +152,7 @@ class Recorder:
         _COUNTERS(self.ring.view, 8 * Word.BATCHES, *counters)
 
     def step(self, mark: StepMark = StepMark.OPTIMIZER) -> None:
-        """Record that a step ends now. Steps that a lower ``mark`` counted before are no longer counted."""
+        """Record that a step has ended. Steps counted so far by a lower ``mark`` are discarded."""
         words, now = self.words, monotonic_ns()
         if mark != self._step_mark:
             if mark < self._step_mark:
@@ -193,7 +193,7 @@ class Recorder:
         self.batch(BatchRecord(request.set_id, request.description.kind, label, nbytes), 0, began)
 
     def marks(self) -> list[int]:
-        """Return a list for the times between a batch's phases. If empty, no times are wanted."""
+        """Return a list that collects the times between a batch's phases, or [] if they are not recorded."""
         return [monotonic_ns()] if self.detail else []
 
     def chunks(self, set_id: int, marks: list[int], every: int) -> None:
@@ -216,7 +216,7 @@ class Recorder:
         self.ring.add(_CHUNK, 0, set_id, (waited - began) // 1000, copied - waited, when=began)
 
     def steps_text(self) -> str:
-        """Return how far this rank has come, as formatted by ``ring.steps_text``."""
+        """Return this rank's progress, as formatted by ``ring.steps_text``."""
         self.publish()
         return steps_text(self.words)
 

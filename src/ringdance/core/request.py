@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 
-# A state machine: each next() does what can be done without blocking.
+# A state machine: each next() advances it as far as possible without blocking.
 Steps = Generator[None, None, Any]
 TUNE_NAME = "ringdance.tune"
 """Name of the request by which the ranks exchange their measurements. No thread waits for it."""
@@ -53,10 +53,12 @@ class Description:
     """What all ranks must agree on before a request is executed.
 
     ``shapes`` holds one shape per tensor of the request. For collectives whose first dimension may differ
-    between ranks (allgather, alltoall) it leaves out that dimension. Values that differ from call to call
-    (that dimension, splits) travel with the exchange.
-    ``pattern``: For gradients, the variables that have no gradient or only rows, see ``options.pattern_of``.
-    ``device``: Kind of device of a framework's own tensors, "" for NumPy views. See ``DeviceExchange``.
+    between ranks (allgather, alltoall), shapes omit this dimension. Values that differ from call to call (the
+    first dimension, splits) travel with the exchange.
+    ``pattern``: For gradients, which variables have no gradient, or one that consists of rows. See
+    ``pattern_of`` in ``training/gradients/lists.py``.
+    ``device``: Kind of device that holds a framework's own tensors, "" for NumPy views. See
+    ``DeviceExchange``.
     """
 
     kind: Collective
@@ -107,7 +109,10 @@ class Request:
 
 
 class DeviceResults(list[Any]):
-    """Results of a request, valid on the device after ``event``. ``received``: rows from an alltoall."""
+    """Results of a request, valid on the device after ``event``.
+
+    ``received``: For alltoall only: number of rows received from each member, for each tensor.
+    """
 
     event: Any = None
     received: list[list[int]] | None = None
@@ -118,8 +123,8 @@ class Work:
 
     Attributes:
         request: The submitted request.
-        name: Name that the request runs under (``allreduce.noname.7`` for an unnamed one).
-        result: List of NumPy arrays, one per tensor, once done. For tensors on a device,
+        name: Name of the request, generated if it has none (``allreduce.noname.7``).
+        result: Once done, a list of NumPy arrays, one per tensor. For tensors on a device,
             ``DeviceResults``. For join and process set collectives, an int.
         received_splits: For alltoall only: number of rows received from each member (int64).
         error: Exception that ``wait`` raises, if the request failed.
@@ -129,7 +134,8 @@ class Work:
         announced: Round in which the request was sent to the other members as a cache miss, otherwise 0.
         submitted: Time of submission, in seconds of ``time.monotonic``.
         waited_since: Time when a thread first waited for it, on the same clock. 0.0 if none has.
-        thread: Identifier of the thread that waits for it. Until then, of the thread that submitted it.
+        thread: Identifier of the thread that is waiting for it. Before any thread waits, of the thread that
+            submitted it.
     """
 
     # Slots, not an instance dictionary with defaults on the class: when several threads filled in such
@@ -165,7 +171,7 @@ class Work:
 
         Raises:
             CollectiveError: The collective failed. The subclass says how.
-            TimeoutError: ``timeout`` seconds have passed. The request continues.
+            TimeoutError: ``timeout`` seconds have passed. The request remains in progress.
         """
         if not self.complete:
             self.thread = get_ident()
@@ -186,9 +192,9 @@ class Work:
             self._waiter.set()
 
     def when_done(self, call: Callable[[], None]) -> None:
-        """Call ``call()`` when this is done: now, or in the engine step that completes it.
+        """Call ``call()`` when the request is done: now, or in the engine step that completes the request.
 
-        It may be called twice, by two threads at the same time. It must not raise or wait for a Work.
+        ``call`` may run twice, on two threads at the same time. It must not raise or wait for a Work.
         """
         self._on_done = call
         if self.complete:

@@ -2,14 +2,14 @@
 
 Standard library only, so processes that read it start without other packages. Layout, in bytes::
 
-    0       header: 64 words (int64), see ``Word``; the host's name at 1024, the name of PENDING at 2048
-    4096    labels: length (int32) and UTF-8 bytes of a name; or -length, and the label numbers in a list
+    0       header: 64 words (int64), see ``Word``; the host's name at 1024, ``pending_name`` at 2048
+    4096    labels: length (int32) and UTF-8 bytes of a name; or -length and the label numbers of a list
     ...     records, 40 bytes each: time, label, kind, process set, five values, sequence number
 
 Note [Sequence numbers]
-    Record n is in slot n modulo the capacity and ends with n. Instead of locking, a reader accepts a slot as
-    record n once it ends with n, and checks the number again after reading the rest, in case the slot was
-    overwritten.
+    Record n is in slot n modulo the capacity, and its last field is n. Instead of locking, a reader accepts a
+    slot as record n once that field is n, and checks the field again after reading the rest, in case the slot
+    was overwritten.
 """
 
 from __future__ import annotations
@@ -53,19 +53,19 @@ class Word(enum.IntEnum):
     SIZE = 3
     EPOCH_OFFSET = 4  # time since the epoch minus monotonic time
     CLOSED = 5  # the rank has left the job
-    DETAIL = 6  # set by a reader: record submissions and chunks too
+    DETAIL = 6  # a reader sets this to have submissions and chunks recorded too
     LABELS = 7  # bytes of labels written
     WRITTEN = 8  # records so far, approximately
-    BATCHES = 9  # this word and the next three: as of the last step, or some tenths of a second ago
+    BATCHES = 9  # this word and the next three are updated at each step and a few times per second
     TENSORS = 10
     BYTES = 11
     WAITED = 12  # time that threads waited for results
     STEPS = 13
     LAST_STEP = 14  # when the last step ended
     FIRST_STEP = 15  # when the first step ended, which often includes compilation
-    FIRST_WAITED = 16  # WAITED at that time
+    FIRST_WAITED = 16  # WAITED when the first step ended
     LAST_WAITED = 17  # WAITED when the last step ended
-    PENDING = 18  # label of what the rank had waited for longest at the last check, 0 if nothing
+    PENDING = 18  # label of the operation that had been waited for longest at the last check, 0 if none
     PENDING_SINCE = 19
 
 
@@ -73,13 +73,16 @@ _WRITTEN = int(Word.WRITTEN)  # faster as an integer than as a member of an Enum
 
 
 class Kind(enum.IntEnum):
-    """Kinds of records, and their values."""
+    """Kinds of records, and their values.
 
-    SUBMIT = 1  # bytes (low, high), collective, wanted by a thread that waits
-    BATCH = 2  # ends now: round, microseconds, collective, bytes (low, high)
-    CHUNK = 3  # start: microseconds of waiting, nanoseconds of copying out, reducing, copying in; count
-    WAIT = 4  # a thread's wait for a result, ends now: microseconds
-    STEP = 5  # ends now: number, 1 or 2 if submissions and chunks are recorded
+    A record's time is the end of a batch, wait or step, but the start of a chunk.
+    """
+
+    SUBMIT = 1  # bytes (low, high), collective
+    BATCH = 2  # round, microseconds, collective, bytes (low, high)
+    CHUNK = 3  # microseconds of waiting; nanoseconds of copying out, reducing, copying in; count
+    WAIT = 4  # a thread's wait for a result: microseconds
+    STEP = 5  # number; 1 or 2 if submissions and chunks are recorded
     TEXT = 6  # an event, described by the label
     ROUND = 7  # round of agreement: number
 
@@ -106,7 +109,7 @@ def counters(words: Sequence[int]) -> dict[str, Any]:
 
 
 def steps_text(words: memoryview) -> str:
-    """Return how far a rank has come: "12 steps" or, if no steps are counted, "30 exchanges"."""
+    """Return a rank's progress, such as "12 steps" or, if no steps are counted, "30 exchanges"."""
     if steps := words[Word.STEPS]:
         return f"{steps} step{'s' * (steps != 1)}"
     batches = words[Word.BATCHES]
@@ -129,7 +132,7 @@ def shared_memory() -> mmap.mmap | None:
 
 
 def memories(pid: int, name: str) -> Iterator[str]:
-    """Yield the paths of a process's memories (memfd) with this name that this process may open."""
+    """Yield the paths of a process's memory files (memfd) that have this name and that may be opened."""
     with contextlib.suppress(OSError):
         for number in os.listdir(f"/proc/{pid}/fd"):
             path = f"/proc/{pid}/fd/{number}"
@@ -154,10 +157,10 @@ def records(first: int, data: bytes) -> Iterator[Record]:
 
 
 class Ring:
-    """The writing end.
+    """The writing end of a ring.
 
     Args:
-        memory: Memory from ``shared_memory``. None for memory of this process only.
+        memory: Memory from ``shared_memory``. None for memory that only this process can access.
 
     Attributes:
         words: Header, see ``Word``.
@@ -173,12 +176,12 @@ class Ring:
         self.words = view[:512].cast("q")
         self.view = view
         self.slots = view[_START:]
-        self.numbers: Iterator[int] = itertools.count()  # atomic: threads of this process need no lock
+        self.numbers: Iterator[int] = itertools.count()  # next() is atomic, so threads need no lock
         self.labels: dict[Label, int] = {}
         self._adding = threading.Lock()
         self.words[Word.EPOCH_OFFSET] = time.time_ns() - time.monotonic_ns()
         self.words[Word.PID] = os.getpid()
-        self.label("")  # number 0, also used for names that do not fit any more
+        self.label("")  # number 0, also used for names that no longer fit
         self.words[Word.VERSION] = _VERSION
 
     def describe(self, rank: int, size: int, host: str) -> None:
@@ -187,7 +190,7 @@ class Ring:
         self._write(_HOST, host, 255)
 
     def pending_name(self, name: str) -> None:
-        """Write the full name of the operation with the label PENDING. Others may have the same label."""
+        """Write the full name of the operation that PENDING is about. Others may have the same label."""
         self._write(_PENDING, name, 2047)
 
     def _write(self, at: int, text: str, most: int) -> None:
@@ -224,7 +227,7 @@ class Ring:
         with self._adding:
             start = _HEADER + self.words[Word.LABELS]
             end = start + 4 + len(data)
-            if names in self.labels or end > _START:  # another thread may just have added it
+            if names in self.labels or end > _START:  # another thread may have just added it
                 return self.labels.get(names, 0)
             self.view[start:end] = _LENGTH.pack(length) + data
             self.words[Word.LABELS] = end - _HEADER
@@ -233,7 +236,7 @@ class Ring:
 
 
 class RingReader:
-    """The reading end, in this or another process.
+    """The reading end of a ring, in this or another process.
 
     Args:
         memory: Memory of the ring.
@@ -264,7 +267,7 @@ class RingReader:
 
     @property
     def pending_name(self) -> str:
-        """The full name of the operation with the label PENDING."""
+        """The full name of the operation that PENDING is about."""
         return self._text(_PENDING, 2048)
 
     def _text(self, at: int, most: int) -> str:
@@ -277,7 +280,7 @@ class RingReader:
         return self.labels[number] if number < len(self.labels) else ""
 
     def load_labels(self) -> None:
-        """Read the new labels."""
+        """Read the labels that are new since the last call."""
         end = _HEADER + self.words[Word.LABELS]
         while self._read_labels < end:
             (length,) = _LENGTH.unpack_from(self._view, self._read_labels)
@@ -309,20 +312,20 @@ class RingReader:
         Pass both to ``records``. See Note [Sequence numbers].
         """
         end = self.words[_WRITTEN]
-        if self.ended:  # killed threads may have written more than they counted; ``records`` skips the rest
+        if self.ended:  # a killed thread may have written uncounted records; ``records`` skips gaps
             end += _WRITERS
         self._leave_out(end)
         first = self._position
         at, to = (first & MASK) * 40, (end & MASK) * 40
         slots = self._slots
         data = bytes(slots[at:to]) if at <= to else bytes(slots[at:]) + bytes(slots[:to])
-        self._leave_out(self.words[_WRITTEN])  # overwritten while copying
+        self._leave_out(self.words[_WRITTEN])  # what was overwritten during the copy
 
         data = data[(self._position - first) * 40 :]
         first = self._position
         for number in range(max(first, end - _WRITERS), 0 if self.ended else end):
             if RECORD.unpack_from(data, (number - first) * 40)[-1] != number & _U32:
-                end = number  # another thread is still writing it
+                end = number  # another thread is still writing this record
                 break
         self._position = max(first, end)
         return first, data[: (self._position - first) * 40]

@@ -1,7 +1,7 @@
 """Detect stalls: ranks that wait for other ranks.
 
 A rank that has waited for some seconds, or has had an asynchronous request pending for that long, asks all
-ranks for their status. Their engine threads answer, even while their main threads compute. The waiting rank
+ranks for their status. Engine threads answer, even while main threads are computing. The waiting rank
 with the lowest number then reports which ranks have not submitted which requests, and where their threads
 are. If a process on this host does not answer, it is examined from outside.
 """
@@ -39,8 +39,8 @@ _DEADLOCK = (
 _ANSWER_TIMEOUT = 0.5
 _BUSY_TIMEOUT = 1.5  # for a process that may have to wait for a core, or is on another host
 _LOOK_TIMEOUT = 4.0  # py-spy may take seconds
-_SAME_ANSWER = 0.1  # seconds to reuse an answer, because finding out what all threads do takes about 20 ms
-_RECHECK = 1.0  # seconds until the next look after an inquiry that found nothing wrong
+_SAME_ANSWER = 0.1  # seconds to reuse an answer, because examining all threads takes about 20 ms
+_RECHECK = 1.0  # seconds until the next inquiry after one that found nothing wrong
 _MOST_PATIENCE = 120.0
 _Report = tuple[str | None, type[StallError] | None]
 
@@ -57,11 +57,12 @@ class _Inquiry:
     count: int
     cpu: dict[int, CpuSample | None] = field(default_factory=dict)
     answers: dict[int, dict[str, Any]] = field(default_factory=dict)
-    seen: dict[int, dict[str, Any] | None] = field(default_factory=dict)  # silent ranks on other hosts
+    # By silent rank on another host: a description from a rank on that host, or None until it arrives.
+    seen: dict[int, dict[str, Any] | None] = field(default_factory=dict)
 
 
 class StallWatch:
-    """Detects stalls of operations that this rank waits for.
+    """Detects stalls of operations that this rank is waiting for.
 
     Args:
         transport: Connects all ranks and carries the notes.
@@ -69,12 +70,12 @@ class StallWatch:
             and again after two and four times as long. This rank gives up after ``stall_shutdown_time``, or
             after ``deadlock_time`` if no rank can ever continue.
         sets: The process sets.
-        callers: The threads that wait.
+        callers: The threads that are waiting.
         recorder: Counts batches and steps.
 
     Attributes:
-        pauses: Marks set by ``pause_stall_check``, by rank: the name, and the time (monotonic) until which
-            other ranks tolerate it.
+        pauses: Marks set by ``pause_stall_check``, by rank: the name of the work, and the time (monotonic)
+            until which no stalls are reported.
         reported: The last stall that was reported.
 
     Note [Patience]
@@ -112,8 +113,8 @@ class StallWatch:
         """Return this rank's answer to an inquiry. The answer is reused for a tenth of a second.
 
         Its fields: ``pending``: Set and name of each request. ``labels``: See ``labels_of``. ``due``: Sets in
-        which this rank enters rounds now. ``waiting``: True if a thread waits. ``joined``: True if a join is
-        pending. ``threads``: See ``stacks.thread_locations``. ``after``: See ``Recorder.steps_text``.
+        which this rank is entering rounds. ``waiting``: True if a thread is waiting. ``joined``: True if a
+        join is pending. ``threads``: See ``stacks.thread_locations``. ``after``: See ``Recorder.steps_text``.
         ``blocked``, ``still`` and ``quiet``: See ``Callers.status``.
         """
         if time.monotonic() < self._status[0] + _SAME_ANSWER:
@@ -137,13 +138,13 @@ class StallWatch:
         return status
 
     def on_status(self, sender: int, note: dict[str, Any]) -> None:
-        """Accept another rank's answer."""
+        """Store another rank's answer."""
         labels.adopt(note.get("labels", {}))
         if self._inquiry is not None:
             self._inquiry.answers[sender] = note
 
     def check(self) -> _Report:
-        """Return a warning or None, and the type of the error to fail with or None."""
+        """Return a warning and the type of the error to fail with. Either may be None."""
         now, sets = time.monotonic(), self._sets.states()
         oldest = self._oldest(sets, now)
         joins = [("join", now - s.pending.join.submitted) for s in sets if s.pending.join is not None]
@@ -206,7 +207,7 @@ class StallWatch:
         return max(waiting, key=lambda item: item[2])
 
     def _pending_since(self, state: ProcessSetState, work: Work) -> float | None:
-        """Return when a thread started to wait for a request or, if asynchronous, when it was submitted."""
+        """Return when a thread started to wait for a request or, for an asynchronous one, its submission."""
         if work.waited_since and self._callers.waits_in(state.set_id):
             return work.waited_since
         return work.submitted if state.pending.eager_since is not None else None
@@ -258,7 +259,7 @@ class StallWatch:
         give_up = 0 < self._settings.stall_shutdown_time <= waited
         lower = [inquiry.answers[p] for p in others if p < own and p in inquiry.answers]
         if not give_up and any(answer["waiting"] and not answer["joined"] for answer in lower):
-            return None, None  # a lower rank waits too and reports it, unless it is in join()
+            return None, None  # a lower rank, not in join(), is waiting too and will report the stall
         stall = self._describe(inquiry, now, others)
         self.reported = stall
         if self._deadlocked(inquiry, stall, now):
@@ -279,7 +280,7 @@ class StallWatch:
         if not 0 < limit <= inquiry.seconds + 0.001 or len(statuses) < self._transport.size:
             return False
         seconds = deadlocked_for(self._sets.ranks(), statuses)
-        # They must have been quiet for longer than this inquiry, so that all were blocked at the same time.
+        # They must have been quiet for longer than this inquiry took: then all were blocked at the same time.
         quiet = min(status["quiet"] for status in statuses.values())
         if quiet >= limit and seconds > max(limit / 4, now - inquiry.asked):
             return True
@@ -309,18 +310,19 @@ class StallWatch:
             in_round=state.in_round,
             behind=[state.members[group[index]] for index in behind],
             idle=now - self._moved[state.set_id][1],
-            # Within one round: a sequence of rounds that achieve nothing moves no data.
-            moving=inquiry.answers.keys() >= set(others)  # if both ranks wait for it
+            # Only progress within one round counts: a series of rounds that achieve nothing moves no data.
+            moving=inquiry.answers.keys() >= set(others)  # data move if both ranks are waiting
             if message
             else state.in_round and state.rounds == inquiry.rounds and _count(state) != inquiry.count,
             pauses={rank: what for rank, (what, _) in self.pauses.copy().items()},
         )
 
     def look(self, rank: int, before: CpuSample | None = None) -> dict[str, Any]:
-        """Describe a rank on this host from outside: ``text`` and ``stacks``, "" if they are unknown."""
+        """Examine a rank on this host from outside. Returns a note with ``text`` and ``stacks`` (or "")."""
         state, pid = self._transport.state(rank), self._transport.identities[rank].pid
         here = state == "running" and pid != os.getpid()
-        text = describe_threads(pid, before) if here else ""  # before stacks_of, whose signal wakes it
+        # Describe the threads before calling stacks_of, whose signal wakes the process.
+        text = describe_threads(pid, before) if here else ""
         stacks = stacks_of(pid) if here else ""
         frames = own_lines(main_frames(stacks))
         place = f", at {place_of(frames)}" if frames else ""
@@ -336,7 +338,7 @@ class StallWatch:
         return {"kind": "seen", "rank": rank, "text": text, "stacks": stacks}
 
     def _ask_neighbours(self, inquiry: _Inquiry, silent: list[int]) -> bool:
-        """Ask ranks that answered to examine silent ranks on their hosts. True if answers are missing."""
+        """Ask ranks that answered to examine silent ranks on their hosts. True until all have replied."""
         who = self._transport.identities
         for rank in silent:
             neighbours = [p for p in inquiry.answers if who[p].host == who[rank].host]
@@ -346,7 +348,7 @@ class StallWatch:
         return any(inquiry.seen.get(rank, inquiry) is None for rank in silent)
 
     def on_seen(self, note: dict[str, Any]) -> None:
-        """Accept another rank's description of a rank on its host."""
+        """Store another rank's description of a silent rank on its host."""
         if self._inquiry is not None:
             self._inquiry.seen[note["rank"]] = note
 
@@ -355,7 +357,7 @@ class StallWatch:
         if rank not in inquiry.seen and self._transport.state(rank) == "unknown":
             stacks[rank], host = "", self._transport.identities[rank].host
             return (
-                f"no rank on its host answers: {host} is off or unreachable (`ping {host}`), or the rank's "
+                f"no rank on its host answers: {host} is down or unreachable (`ping {host}`), or the rank's "
                 "process is stopped or in a call that holds the GIL"
             )
         report = inquiry.seen.get(rank) or self.look(rank, inquiry.cpu[rank])
@@ -368,4 +370,4 @@ def _count(state: ProcessSetState) -> int:
     window = state.transport.window
     if window is not None and state.transport.one_host:
         return window.count
-    return state.exchange.context.achieved  # shared by all sets: between hosts a set has no count of its own
+    return state.exchange.context.achieved  # shared by all sets, because between hosts a set has none

@@ -3,7 +3,7 @@
 Note [Interrupts]
     Ctrl-C raises KeyboardInterrupt in the main thread, but only where CPython checks for signals: after a
     call, at the start of a function, at a backward jump. ``lock.acquire(False)`` can therefore take a lock
-    and raise before the next bytecode, and the lock would stay taken. Instead, a lock is an entry of a dict:
+    and raise before the next bytecode, and the lock would stay held. Instead, a lock is an entry in a dict:
     ``setdefault`` takes it in one call within ``try``, and ``finally`` releases it using only subscripts,
     between which CPython does not check for signals.
 """
@@ -21,7 +21,7 @@ from ringdance.core.exchange import Context
 from ringdance.core.peers import Peers
 from ringdance.core.process_sets.registry import ProcessSets
 
-_CHECK_EVERY = 0.09  # seconds between checks of the peers: a little less than the engine thread rests
+_CHECK_EVERY = 0.09  # seconds between checks of the peers: slightly less than the engine thread's rests
 _CHECK_STEPS = 32  # productive steps between checks, for exchanges so long that no thread sleeps
 _STEP_LIMIT = 5.0  # seconds for another thread to finish its step; most steps take microseconds
 
@@ -36,10 +36,10 @@ class Stepper:
     Attributes:
         sets: The process sets.
         context: Counters of the engine's exchanges.
-        callers: What threads wait for.
+        callers: The threads that are waiting, and what for.
         peers: The other ranks.
         end: Whether and how the engine has ended.
-        on_check: Called in each check of the peers.
+        on_check: Called each time the peers are checked.
         report: Receives warnings.
     """
 
@@ -57,10 +57,10 @@ class Stepper:
     def step(self) -> bool:
         """Advance all process sets without blocking, unless another thread is in a step.
 
-        Returns True if any made progress. After some such steps, the peers are checked if it is time.
+        Returns True if any made progress. After every 32nd such step, the peers are checked if that is due.
         """
         me, taken = object(), self._taken
-        try:  # like try_exclusively, but without its calls: waiting threads do this all the time
+        try:  # as in try_exclusively, but without calls, because waiting threads run this constantly
             if taken.setdefault(0, me) is not me or self.end.closed:
                 return False
             sets, context = self.sets, self.context

@@ -1,4 +1,4 @@
-"""Messages between two ranks, which are not part of any process set's agreement."""
+"""Messages between two ranks. No process set has to agree on them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from ringdance.errors import ProcessSetRemovedError
 
-_LAST_S = 1.0  # for messages that a rank sent before it left its group
+_LAST_S = 1.0  # time in which messages arrive that a rank sent before it left its group
 
 
 class Transfer:
@@ -27,7 +27,7 @@ class Transfer:
     Attributes:
         name: Name of the message, equal on both ranks unless this rank receives from any rank.
         peers: The global ranks that this rank waits for.
-        complete: True once no thread waits for it any more.
+        complete: True once no thread is waiting for the message any more.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Transfer:
         return int(self._pending.source)
 
     def done(self) -> bool:
-        """Return True if the message was sent or received. Never blocks.
+        """Return True if the message has been sent or received. Never blocks.
 
         Raises:
             RuntimeError: The message failed, the other rank has left the group without it, or the engine has
@@ -61,7 +61,7 @@ class Transfer:
         try:
             self._is_done = bool(self._pending.test())
         except Exception as error:
-            text = f"'{self.name}' failed (is the tensor as long as the one that was sent?): {error}"
+            text = f"'{self.name}' failed (do the tensors on both ranks have the same length?): {error}"
             raise RuntimeError(text) from error
         finally:
             self._testing.release()
@@ -77,10 +77,10 @@ class Transfer:
         """Do nothing: a message completes only when its state is queried."""
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait until the message is sent or received. The stall check sees this wait.
+        """Wait until the message is sent or received. The stall check covers this wait.
 
         Raises:
-            ProcessSetRemovedError: The other rank has destroyed the group without this message.
+            ProcessSetRemovedError: The other rank has destroyed the group before its side of this message.
         """
         began, waits, me = time.monotonic(), self._engine.callers.transfers, object()
         self.complete, self.waited_since, self.thread = False, began, threading.get_ident()

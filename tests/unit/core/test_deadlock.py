@@ -59,9 +59,9 @@ def joined_beside_a_set(engine: Engine) -> None:
     ("program", "words"),
     [
         (joined_beside_a_set, ("'allreduce.more' in process set", "rank 0", "it has joined after")),
-        (crossed, ("'allreduce.b'", "it waits for 'allreduce.a'", "rank 1", "in crossed")),
-        (on_one_rank_only, ("'allreduce.metric'", "it waits for 'allreduce.x0'", "in on_one_rank_only")),
-        (other_collective, ("'allreduce.same'", "it waits for 'allgather.same'")),
+        (crossed, ("'allreduce.b'", "it is waiting for 'allreduce.a'", "rank 1", "in crossed")),
+        (on_one_rank_only, ("'allreduce.metric'", "it is waiting for 'allreduce.x0'", "in on_one_rank_only")),
+        (other_collective, ("'allreduce.same'", "it is waiting for 'allgather.same'")),
         (around_sets, ("in process set", "none of them can ever continue")),
     ],
 )

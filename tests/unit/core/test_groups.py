@@ -144,7 +144,7 @@ def test_two_ranks_that_wait_for_messages_of_each_other(give_up: float) -> None:
         assert "rank 0 on host loopback" in messages[0]
         assert "s for 'message of 12 bytes from rank 1 to rank 0'" in messages[0]
         assert "Not waited for by rank 1 on host loopback" in messages[0]
-        assert "it waits for 'message of 12 bytes from rank 0 to rank 1'; its " in messages[0]
+        assert "it is waiting for 'message of 12 bytes from rank 0 to rank 1'; its " in messages[0]
         assert "Each message needs a send and a receive with the same size and tag." in messages[0]
         assert all(seen)
         frames = [line for line in stacks[0].splitlines() if "core/transfers.py" in line]

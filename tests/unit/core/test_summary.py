@@ -72,7 +72,7 @@ def test_waiting_that_cannot_be_seen_is_not_said_to_be_none() -> None:
     lines = summary_lines(RANKS, {**known, 3: known[2]._replace(known=False)}, 60)
     assert lines[1:] == [
         "exposed communication, slowest rank: unknown, because the script polled for results, or never "
-        "waited for a result. Where else the script waits cannot be observed"
+        "waited for a result. Any other waiting in the script cannot be observed"
     ]
 
 

@@ -64,8 +64,8 @@ def test_names_on_both_sides_with_lines() -> None:
     assert report.startswith("rank 1 on host host0 (pid 101) has waited 12 s for 'grad'")
     assert "train.py:7 in step" in report
     assert (
-        "rank 3 on host host1 (pid 103): it waits for 'loss', 'metric', which no other rank has submitted; "
-        "its main thread is at other.py:9 in f"
+        "rank 3 on host host1 (pid 103): it is waiting for 'loss', 'metric', which no other rank has "
+        "submitted; its main thread is at other.py:9 in f"
         in report
     )
     assert "rank 0 " not in report
@@ -78,7 +78,7 @@ def test_another_ranks_labels_are_shown(monkeypatch: pytest.MonkeyPatch) -> None
     labels.adopt({"grad": "gradients of x", "loss": "gradients of y", "metric": "gradients of w and 1 more"})
     text = message({0: answer("grad"), 2: answer("grad"), 3: answer("loss", "metric")})
     assert "has waited 12 s for the gradients of w and 1 more (" in text
-    assert "it waits for the gradients of y, the gradients of w and 1 more ('metric'), which no other" in text
+    assert "it is waiting for the gradients of y, the gradients of w and 1 more ('metric'), which no" in text
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_another_ranks_labels_are_shown(monkeypatch: pytest.MonkeyPatch) -> None
     [
         (answer(waiting=False), "it is not waiting for anything"),
         (answer("loss", waiting=False), "it has submitted 'loss'"),
-        (answer(), "it waits in another process set"),
+        (answer(), "it is waiting in another process set"),
         (answer(joined=True), "it has joined after 7 steps"),
         (answer(*map(str, range(9))), "'5' and 3 more"),
     ],
@@ -122,7 +122,7 @@ def test_steps_that_a_rank_has_not_made(found: dict[str, Any], fewer_steps: bool
 
 def test_what_a_rank_has_marked_is_named() -> None:
     report = message({0: answer("grad"), 2: answer("grad"), 3: answer()}, pauses={3: "evaluation"})
-    assert "rank 3 on host host1 (pid 103): it is in a block marked 'evaluation'; it waits in" in report
+    assert "rank 3 on host host1 (pid 103): it is in a block marked 'evaluation'; it is waiting in" in report
 
 
 def test_the_limit_follows_the_steps_unless_it_is_set() -> None:
@@ -167,7 +167,7 @@ def test_who_has_submitted_and_computes_on_is_named() -> None:
         ({"in_round": True, "idle": 9.0}, "its exchange has made no progress for 9 s."),
         (
             {"in_round": True, "idle": 9.0, "behind": [2]},
-            "made no progress for 9 s: it waits for rank 2 on host host1 (pid 102): its main thread",
+            "made no progress for 9 s: it is waiting for rank 2 on host host1 (pid 102): its main thread",
         ),
         ({"idle": 9.0}, "no exchange has started for 9 s."),
     ],
@@ -320,7 +320,7 @@ def test_a_host_that_does_not_answer_is_not_looked_into() -> None:
     inquiry = Mock(seen={2: {"text": "its main thread sleeps", "stacks": "x"}}, cpu={3: None})
     stacks: dict[int, str] = {}
     text = watch._outside(3, inquiry, stacks)
-    assert text.startswith("no rank on its host answers: host1 is off or unreachable (`ping host1`), or")
+    assert text.startswith("no rank on its host answers: host1 is down or unreachable (`ping host1`), or")
     assert "py-spy" not in text
     assert watch._outside(2, inquiry, stacks) == "its main thread sleeps"
     assert stacks == {2: "x", 3: ""}

@@ -31,7 +31,7 @@ def combine_pair(a: Array, b: Array) -> Array:
 
 
 def adasum(exchange: Exchange, source: Array, out: Array, prescale: float, postscale: float) -> Steps:
-    """Reduce flat ``source`` (a floating dtype) over all members, whose number must be a power of two."""
+    """Reduce flat ``source`` (floating-point) over all members, whose number must be a power of two."""
     own: Array = source.astype(np.float64 if source.dtype == np.float64 else np.float32)
     if prescale != 1.0:
         np.multiply(own, own.dtype.type(prescale), own)

@@ -32,7 +32,7 @@ Array = np.ndarray[Any, Any]
 _OPERATIONS: dict[ReduceOp, tuple[Any, str | None]] = {  # NumPy's function, and the transport's name
     ReduceOp.AVERAGE: (np.add, "sum"),
     ReduceOp.SUM: (np.add, "sum"),
-    ReduceOp.ADASUM: (np.add, None),  # used for one rank only, where nothing is combined (see adasum.py)
+    ReduceOp.ADASUM: (np.add, None),  # used only with a single rank: nothing is combined (see adasum.py)
     ReduceOp.MIN: (np.minimum, "min"),
     ReduceOp.MAX: (np.maximum, "max"),
     ReduceOp.PRODUCT: (np.multiply, "product"),
@@ -109,9 +109,9 @@ class Reduction:
         simple: True if reducing two parts takes a single call of ``ufunc``.
         late: True if results are scaled while they are copied out (float32, float64). Otherwise the rank
             that reduces a block also scales it.
-        one_stage: True if an element's parts must be reduced all at once: averages of integers.
-        mpi_op: Name of the equivalent MPI operation, or None. None for 16-bit floats and bool, for averages
-            of integers, for Min and Max of floats (MPI's comparisons drop NaN), and for sums of 8- and 16-bit
+        one_stage: True if all parts of an element must be reduced in one call: averages of integers.
+        mpi_op: Name of the equivalent MPI operation. None for 16-bit floats and bool, for averages of
+            integers, for Min and Max of floats (MPI's comparisons drop NaN), and for sums of 8- and 16-bit
             integers, which saturate if Open MPI uses AVX and wrap otherwise.
     """
 

@@ -27,10 +27,10 @@ class Context:
 
     Attributes:
         achieved: Grows whenever anything makes progress. If it does not grow, the progress engine sleeps.
-        in_transit: Number of exchanges that wait for data from other hosts. Long sleeps would stop the data.
+        in_transit: Number of exchanges that are waiting for other hosts. Long sleeps would stall the data.
         recorder: Receives a record of each chunk while ``recorder.words[Word.DETAIL]`` is set.
         make_device: Makes the exchange for tensors on a device. Set by the framework's binding.
-        on_thread: Runs a call that may block while other process sets are stepped.
+        on_thread: Runs a call that may block. Other process sets continue to be stepped meanwhile.
     """
 
     __slots__ = ("achieved", "in_transit", "make_device", "on_thread", "recorder")
@@ -47,7 +47,7 @@ def aligned_empty(shape: Sequence[int], dtype: np.dtype[Any]) -> Array:
     """Return an uninitialized array that starts at a multiple of 64 bytes, as TensorFlow requires."""
     nbytes = math.prod(shape) * dtype.itemsize
     raw = np.empty(nbytes + 64, np.uint8)
-    start = -ctypes.addressof(_char.from_buffer(raw)) % 64  # a quarter of the time of raw.ctypes.data
+    start = -ctypes.addressof(_char.from_buffer(raw)) % 64  # four times as fast as raw.ctypes.data
     return np.ndarray(shape, dtype, raw, start)
 
 
@@ -84,9 +84,9 @@ class Exchange(abc.ABC):
         set_id: Process set whose members exchange, for records.
         devices: Exchanges for the members' tensors on devices, by kind of device.
         chunk_bytes: Size of an all-reduce's chunks within a host. 0 if there are none.
-        most_chunk_bytes: Upper bound for changes of ``chunk_bytes``.
-        wire_bytes: Bytes that are sent between hosts at a time. 0 if nothing is.
-        flat: True if an all-reduce skips the stage within hosts. None without such a stage.
+        most_chunk_bytes: The highest value to which ``chunk_bytes`` can be changed.
+        wire_bytes: Bytes that are sent between hosts at a time. 0 if nothing is sent between hosts.
+        flat: True if an all-reduce skips the stage within hosts. None if it lacks such a stage.
     """
 
     set_id = 0
@@ -116,7 +116,7 @@ class Exchange(abc.ABC):
         Args:
             sends: This member's row, as uint8 views.
             lengths: Bytes of each member's row.
-            receives: Views to receive each member's row. None for rows that are not wanted. A member never
+            receives: Views that receive each member's row. None for rows that are not wanted. A member never
                 receives its own row.
         """
 
@@ -129,7 +129,7 @@ class Exchange(abc.ABC):
 
     @abc.abstractmethod
     def reducescatter(self, source: Array, rows: Sequence[int], output: Array, how: Reduction) -> Steps:
-        """Reduce flat ``source``. Member i gets ``rows[i]`` elements, this one's in ``output``."""
+        """Reduce flat ``source``. Member i gets ``rows[i]`` elements, and this member's go to ``output``."""
 
     def gather_words(self, words: Sequence[int]) -> Steps:
         """Return the list of every member's ``words`` (int64, the same number on all members)."""
@@ -166,7 +166,7 @@ class Exchange(abc.ABC):
         yield from self.stream(views if self.rank == root else [], lengths, receives)
 
     def copy(self, source: Array, target: Array) -> Steps:
-        """Copy within this member, in steps, because a gigabyte of newly allocated memory takes seconds."""
+        """Copy within this member, in steps, because 1 GB of newly allocated memory takes seconds to fill."""
         source, target = as_bytes(source), as_bytes(target)
         for start in range(0, source.size, _COPY_BYTES):
             if start:
@@ -203,7 +203,7 @@ class DeviceExchange(Protocol):
         """
 
     def check(self) -> None:
-        """Raise an error that the communicator has detected since the last call."""
+        """Raise an error if the communicator has detected one since the last call."""
 
     def close(self, agreed: bool) -> None:
         """Free everything. Unless ``agreed``, abort what is in progress without waiting for it."""

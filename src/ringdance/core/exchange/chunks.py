@@ -1,4 +1,4 @@
-"""Plans: how a list of tensors is cut into cache-sized chunks. Pure functions, with equal results on ranks.
+"""Plan how to cut a list of tensors into cache-sized chunks. Pure functions, so all ranks get the same plan.
 
 The tensors of a batch form one long row of elements. A *chunk* of the row stays in the cache while it is
 copied in, reduced and copied out. Each of the n members of a host owns one *block* of every chunk. A block
@@ -32,7 +32,7 @@ def segments(bounds: Sequence[int], start: int, stop: int, at: int) -> tuple[Seg
     Args:
         bounds: Start of each tensor in the row, and the row's length.
         start: First element.
-        stop: End of the elements.
+        stop: Index after the last element.
         at: Position of the first element in the buffer.
     """
     pieces = []

@@ -27,7 +27,7 @@ _Posted = tuple[Pending, Callable[[], None] | None]
 
 
 def sends_to_few(members: int) -> bool:
-    """Return True if MPI's own all-reduce sends fewer messages per member, and no more bytes, than blocks do.
+    """Return True if MPI's all-reduce sends fewer messages per member than blocks would, and no more bytes.
 
     This holds if the number of members is a power of two. Otherwise, some members send twice as much.
     """
@@ -101,7 +101,7 @@ class _ChunkInFlight:
             self._pending.test()
 
     def complete(self) -> Steps:
-        """Wait until ``buffer`` holds the result, which must be copied by ``how.deliver``."""
+        """Wait until ``buffer`` holds the result, which the caller must copy with ``how.deliver``."""
         if self.buffer.size:
             yield from self._wait()
             if self._whole:
@@ -139,8 +139,8 @@ class ChunkPipeline:
             lengths: Number of elements of each chunk.
             how: Dtype and operation.
             load: Called with a chunk's number and an array, which it fills with this member's input.
-            unload: Called with a chunk's number and its result, which it copies by ``how.deliver``. The
-                array is reused afterwards.
+            unload: Called with a chunk's number and its result, which it copies with ``how.deliver``. The
+                result's array is reused afterwards.
         """
         ring, count = self._ring, len(lengths)
         for number in range(count + _IN_FLIGHT):
@@ -170,7 +170,7 @@ class ChunkPipeline:
 
 
 class MpiExchange(Exchange):
-    """Exchange by non-blocking collectives on chunks, so that MPI's counts do not grow with tensors.
+    """Exchange by non-blocking collectives on chunks, so that MPI's counts do not grow with the tensors.
 
     Args:
         transport: Connects all members.
@@ -212,9 +212,9 @@ class MpiExchange(Exchange):
         Args:
             length: Bytes or elements of the longest row, equal on all members.
             row: Bytes or elements (as in ``length``) of each row that a round moves.
-            post: Starts the round at an offset. Its memory is reused after completion.
+            post: Starts the round at an offset. The memory that it gets is reused after completion.
         """
-        if length <= row:  # one round: most calls
+        if length <= row:  # one round is enough for most calls
             if length:
                 yield from self._complete(post(0, _Memory()))
             return
@@ -334,7 +334,7 @@ class _Memory:
         self._buffers: dict[str, Array] = {}
 
     def take(self, name: str, nbytes: int) -> Array:
-        """Return ``nbytes`` of the buffer called ``name``, uint8. The contents are undefined."""
+        """Return ``nbytes`` of the buffer called ``name`` as uint8. The contents are undefined."""
         buffer = self._buffers.get(name)
         if buffer is None or buffer.size < nbytes:
             buffer = self._buffers[name] = np.empty(nbytes, np.uint8)

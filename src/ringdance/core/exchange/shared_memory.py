@@ -4,7 +4,8 @@ All-reduce of a chunk: every rank copies in the blocks that other ranks own. Eac
 block, from all peers' buffers and directly from its own tensor. All ranks copy the result out, and scale it
 while they copy. This takes two passes over memory. Chunks are small enough to stay in the cache between these
 steps. While one chunk is reduced, the next is copied in, so n chunks take n + 1 synchronization points.
-Up to ``small_bytes``, all ranks reduce everything, with one synchronization point instead of two.
+For batches of up to ``small_bytes``, all ranks reduce everything, which takes one synchronization point
+instead of two.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from ringdance.core.transport.window import Window
 # 384 KiB than with 768 KiB, which do not fit in the L2 cache. With four or more members, it is more important
 # to have few synchronization points.
 _MAX_BLOCK_BYTES = 192 << 10
-_RECORDED = 32  # chunks of a batch in a timeline: recording all of them would take 1.5% of an exchange's time
+_RECORDED = 32  # chunks recorded per batch in a timeline: recording all would take 1.5% of an exchange's time
 Blocks = Sequence[Sequence[Segment]]
 _BYTE = np.dtype(np.uint8)
 
@@ -36,7 +37,7 @@ class SharedMemoryExchange(Exchange):
 
     Args:
         window: The members' shared memory.
-        rank, size: This member's place in the order of reductions, and the number of members.
+        rank, size: This member's position in the order of reductions, and the number of members.
         chunk_bytes: Size of the largest chunk that is reduced at a time.
         small_bytes: Batches up to this size are exchanged with the lowest latency.
         context: Counts progress.
@@ -171,7 +172,7 @@ class SharedMemoryExchange(Exchange):
     def _copy_out(
         self, blocks: Blocks, buffers: Sequence[Array], outputs: Sequence[Array], how: Reduction
     ) -> None:
-        """Copy the blocks that other members have reduced from their buffers."""
+        """Copy the blocks that other members have reduced from these members' buffers to ``outputs``."""
         own, deliver = self._window.index, how.deliver
         for index, block in enumerate(blocks):
             if index == own:
@@ -218,9 +219,9 @@ class SharedMemoryExchange(Exchange):
         self, block: Sequence[Segment], buffers: Sequence[Array], inputs: Sequence[Array], how: Reduction,
         out: Array | None = None, first: int = 0,
     ) -> None:
-        """Reduce this rank's own block in rank order, without copying its own tensors.
+        """Reduce this rank's own block in rank order, without copying this rank's tensors.
 
-        The result goes into its own buffer, or into ``out``, which starts at ``first``.
+        The result goes into this rank's buffer, or into ``out``, which starts at position ``first``.
         """
 
         own = self._window.index

@@ -21,12 +21,13 @@ class Sizes:
     Created by ``sizes_for``.
 
     Attributes:
-        small: All-reduces up to this size are flat, and may use MPI's own all-reduce. Negative if none is.
-        chunk: Size of a chunk within hosts. 0 without that stage.
+        small: All-reduces up to this size are flat, and may use MPI's own all-reduce. Negative for none.
+        chunk: Size of a chunk within hosts. 0 if all all-reduces are flat.
         flat_chunk: Size of a chunk in a flat all-reduce.
         wire: Bytes that are sent between hosts at a time: the blocks of some chunks, or a flat chunk.
         chunks_per_wire: Number of chunks whose blocks are sent together.
-        blocks: Number of blocks per chunk: one for each member on the smallest host. 0 without that stage.
+        blocks: Number of blocks per chunk: one for each member on the smallest host. 0 if all
+            all-reduces are flat.
         min_chunk, max_chunk: Bounds of ``chunk``.
         max_flat_chunk: Upper bound of ``flat_chunk``, for which memory is allocated.
         first_wire, first_flat_chunk: The values that ``sizes_for`` chose. They belong together.
@@ -84,7 +85,7 @@ def sizes_for(
     flat_chunk = wire = _flat_chunk(flat_wire, small_bytes, max_flat_chunk)
     chunk = blocks = min_chunk = max_chunk = 0
     if host_sizes:
-        # The same on all hosts, regardless of how many members each has.
+        # These sizes are the same on all hosts, regardless of how many members each host has.
         blocks, min_chunk, max_chunk = min(host_sizes), MIN_BLOCK_BYTES * max(host_sizes), largest_chunk
         chunk = min(max(chunk_bytes, min_chunk), max_chunk)
         block = _block(chunk, blocks)
@@ -98,12 +99,12 @@ def sizes_for(
 
 
 def _wire(members: int, chunk_bytes: int) -> int:
-    """Return how many bytes ``members`` send together, so that blocks are not short messages."""
+    """Return how many bytes ``members`` send at a time, so that blocks are not sent as short messages."""
     return max(chunk_bytes, min(_MESSAGE * members, _MAX_WIRE))
 
 
 def _block(chunk: int, blocks: int) -> int:
-    """Return the maximum bytes of one of a chunk's blocks."""
+    """Return the maximum size, in bytes, of a chunk's blocks."""
     return chunk // blocks + MIN_BLOCK_BYTES
 
 

@@ -1,4 +1,4 @@
-"""Find the phases of a batch's chunks, and which of them belong to which tensor."""
+"""Find the phases of a batch's chunks, and the phases that belong to each tensor."""
 
 from __future__ import annotations
 

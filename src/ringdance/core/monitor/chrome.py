@@ -35,7 +35,7 @@ class ChromeWriter:
         self._events.append(json.dumps({"name": name, "ph": phase, "pid": pid, **event}))
 
     def _timed(self, name: str, phase: str, pid: int, tid: int, when: int, more: str = "") -> None:
-        """Add an event with a time, as most events are. ``json.dumps`` would take five times as long."""
+        """Add an event that has a time, like most events. ``json.dumps`` would take five times as long."""
         quoted = self._quoted.get(name)
         if quoted is None:
             quoted = self._quoted[name] = json.dumps(name)
@@ -71,7 +71,7 @@ class ChromeWriter:
         self._timed(name, "C", pid, 0, when, _args({"value": value}))
 
     def instant(self, pid: int, tid: int, name: str, when: int) -> None:
-        """Write an instant."""
+        """Write an event without a duration."""
         scope = "g" if name == "CYCLE_START" else "p"
         self._timed(name, "i", pid, tid, when, f', "s": "{scope}"')
 

@@ -30,7 +30,7 @@ class MonitorClient:
     def __init__(self, pids: Sequence[int], metrics: bool) -> None:
         self._limit = _OTHERS_S
         root = str(Path(__file__).resolve().parents[3])
-        # In its own session, so that neither Ctrl-C nor this process's exit ends it before all is written.
+        # A session of its own, so that neither Ctrl-C nor this process's exit ends it before all is written.
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", _BOOT, root, *map(str, pids)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=None if metrics else subprocess.DEVNULL,
@@ -89,17 +89,17 @@ class MonitorClient:
         return answer
 
     def killed(self) -> str:
-        """Return how the monitor ended, before ``close``; "" while it is running."""
+        """Return how the monitor ended, or "" if it is running. Call this before ``close``."""
         if (code := self._process.poll()) is None:
             return ""
         how = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
         return f"the monitor (pid {self._process.pid}) {how}"
 
     def close(self) -> None:
-        """Wait until the monitor has written everything. This rank's ring must be closed."""
+        """Wait until the monitor has written everything. This rank's ring must already be closed."""
         assert self._process.stdin
         assert self._process.stdout
         self._process.stdin.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):  # the monitor waits for other ranks
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it may be waiting for other ranks
             self._process.wait(self._limit)
         self._process.stdout.close()

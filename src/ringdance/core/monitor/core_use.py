@@ -21,7 +21,7 @@ class _Times(NamedTuple):
 
 
 class CoreUse:
-    """Measures how busy the cores are that processes may use, by any program.
+    """Measures how busy the cores are that some processes may use. Counts the use by all programs.
 
     Args:
         pids: The processes. All must share this process's quota.
@@ -59,8 +59,8 @@ class CoreUse:
         return _Times(time.monotonic(), idle, total, self._used() if self._cgroup else 0.0)
 
     def _used(self) -> float:
-        """Return the seconds that the cgroup with the quota has used; 0 if not available."""
-        words = words_of(f"{self._cgroup}/cpu.stat")  # cgroup v1 does not have the usage here
+        """Return the CPU time in seconds of the cgroup that has the quota; 0 if not available."""
+        words = words_of(f"{self._cgroup}/cpu.stat")  # in cgroup v1, this file does not contain the usage
         if "usage_usec" in words:
             return int(words[words.index("usage_usec") + 1]) / 1e6
         # The usage belongs to another controller, which may be mounted separately from the quota's.

@@ -1,4 +1,4 @@
-"""Links between the monitors on several hosts. They carry records to the monitor that writes the file.
+"""Links between the monitors on several hosts. They carry records to the monitor that writes the timeline.
 
 The monitor on rank 0's host listens. The monitors on other hosts connect with a token that was sent to them
 over MPI. Clocks are compared by round trips: see ``Clock``.
@@ -51,13 +51,13 @@ class Clock:
         return time.monotonic() >= self._next
 
     def ask(self) -> dict[str, Any]:
-        """Return the question to send. It must be sent now."""
+        """Return the question to send. It must be sent immediately."""
         self._rounds += 1
         self._next = time.monotonic() + (0.0 if self._rounds < _FIRST_ROUNDS else _REPEAT_S)
         return {"do": "clock", "sent": time.monotonic_ns()}
 
     def answer(self, sent: int, theirs: int, now: int = 0) -> None:
-        """Process an answer that arrived at ``now``: bound the rate, and from it ``ahead``."""
+        """Process an answer that arrived at ``now``: update the bounds of the rate, then of ``ahead``."""
         now = now or time.monotonic_ns()
         trips = self._trips
         trips.append((theirs, theirs - now, theirs - sent))
@@ -92,7 +92,7 @@ class RemoteRing:
         self.taken: list[tuple[int, bytes, int]] = []
 
     def name(self, number: int) -> Label:
-        """Return the label with a number, or ""."""
+        """Return the label with this number, or "" if it has not arrived."""
         return self.labels[number] if number < len(self.labels) else ""
 
 

@@ -33,7 +33,7 @@ from ringdance.core.transport.eventcount import process_state
 from ringdance.host.system import tcp
 from ringdance.host.system.machine import networks
 
-_POLL_S = 0.05  # while a timeline is written; the ring can hold several seconds of records
+_POLL_S = 0.05  # while a timeline is being written; the ring can hold several seconds of records
 _IDLE_S = 1.0
 _OTHERS_S = 2.0  # time to wait for other hosts' last records
 
@@ -70,8 +70,8 @@ class Monitor:
 
     def run(self) -> None:
         """Serve until all ranks have left, then complete the files."""
-        # On Linux, a priority belongs to a thread: only the serving thread is nice. The final work runs at
-        # normal priority, because the ranks have exited and other programs may keep all cores busy.
+        # On Linux, each thread has its own priority, and only the serving thread lowers it. The final work
+        # runs at normal priority, because the ranks have exited and other programs may keep all cores busy.
         serving = threading.Thread(target=self._serve_ranks)
         serving.start()
         serving.join()
@@ -154,7 +154,7 @@ class Monitor:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
     def _set_detail(self, detail: int | None, anew: bool = False) -> None:
-        """Set what this host's ranks record. If None, they decide (see the setting ``timeline_steps``)."""
+        """Set what this host's ranks record. If None, the ranks decide (see setting ``timeline_steps``)."""
         self._detail = detail
         for reader in self._readers:
             if anew:
@@ -168,7 +168,7 @@ class Monitor:
             follower.frames.send({"do": "start", "detail": detail, "anew": anew})
 
     def _stop(self, last: bool = False) -> None:
-        """Complete the file, with other hosts' records until now or, if ``last``, until their end."""
+        """Complete the file with the other hosts' records: all so far or, if ``last``, all until they end."""
         self._set_detail(0)
         if self._trace is None and self._sender is None:
             return

@@ -14,7 +14,7 @@ from io import FileIO
 from ringdance.core.ring import RingReader
 from ringdance.errors import pip_install
 
-_SPARSER = 1000  # maximum number of intervals in the time so far, so that a long run's file grows slowly
+_SPARSER = 1000  # an interval is at least 1/1000 of the time so far, so that a long run's file grows slowly
 
 
 class Metrics:
@@ -22,7 +22,7 @@ class Metrics:
 
     Args:
         readers: Readers of the ranks' rings.
-        path: Additional entries for ``sys.path``, where packages are installed.
+        path: Additional entries for ``sys.path``: directories in which packages are installed.
         interval: Minimum seconds between two written samples.
         directory: Directory for ``metrics-<rank>.jsonl``, or "".
         anew: If True, overwrite the file.

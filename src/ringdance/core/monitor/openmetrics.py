@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-_SILENT_S = 10.0  # maximum pause of a client while it sends the request or reads the answer
+_SILENT_S = 10.0  # maximum pause of a client while it sends its request or reads the response
 _THREADS = 64
 
 
@@ -43,11 +43,11 @@ COUNTERS = (
         "exposed_seconds", "ringdance_exposed_seconds", "seconds",
         "Time that training waited for results of exchanges; the slowest rank waits least.",
     ),
-    Figure("cpu_seconds", "ringdance_cpu_seconds", "seconds", "CPU time of the rank with its children."),
+    Figure("cpu_seconds", "ringdance_cpu_seconds", "seconds", "CPU time of the rank and its children."),
 )  # fmt: skip
 GAUGES = (
     Figure("rss_bytes", "ringdance_resident_memory_bytes", "bytes", "Resident memory of the rank."),
-    Figure("size", "ringdance_job_ranks", "", "Number of ranks of the job."),
+    Figure("size", "ringdance_job_ranks", "", "Number of ranks in the job."),
     Figure(
         "last_step_time", "ringdance_last_step_timestamp_seconds", "seconds",
         "When the last step ended, since the epoch; absent before the first.",

@@ -22,7 +22,7 @@ _FRESH_S = 0.5  # CPU use over a shorter interval is meaningless
 
 
 class Sampler:
-    """Takes samples. Several threads may call it.
+    """Takes samples of the metrics. Several threads may use it at the same time.
 
     Args:
         readers: Readers of the rings of this host's ranks, in the order of their local ranks.

@@ -47,8 +47,8 @@ class Timeline:
 
         Args:
             who: The rank.
-            name_of: Returns the label with a number.
-            records: Records in their order.
+            name_of: Returns the label for a number.
+            records: Records in order.
             offset: Nanoseconds to add to the rank's clock.
             uncertainty: Uncertainty of the offset, in nanoseconds.
             lost: Number of records that were overwritten in the ring just before these.
@@ -95,7 +95,7 @@ class Timeline:
             del self._chunks[place]
 
     def _tensor(self, name: str, rank: int) -> int:
-        """Return the process id of a tensor. Names the process and the rank's thread in it."""
+        """Return the process id of a tensor. On first use, name the process and the rank's thread in it."""
         pid = self._tensors.get(name)
         if pid is None:
             pid = self._tensors[name] = _TENSORS + len(self._tensors)

@@ -32,7 +32,7 @@ class TraceFile:
 
     Attributes:
         path: Path of the file, as passed.
-        full: True if the file has its maximum size. Later records are dropped.
+        full: True if the file has reached its maximum size. Later records are dropped.
 
     Raises:
         OSError: The file cannot be written.

@@ -1,9 +1,9 @@
-"""The vectors by which the members of a process set agree, and their response cache.
+"""The vectors by which the members of a process set agree, and the members' response cache.
 
 A round is one AND over an integer from each member, so a set bit means "all members". What a single member
 may signal on its own (stop, cache miss, joined) is inverted. From the lowest bit, for n members::
 
-    1 bit       CONTINUE: no member stops
+    1 bit       CONTINUE: no member wants to stop
     1 bit       NO_WAITER: no member has a waiting thread (matters only in the round that stops)
     1 bit       HAS_UNNAMED: every member has an unnamed request pending
     n bits      member i has no cache miss (a request that is not in the response cache)
@@ -92,7 +92,7 @@ class VectorLayout:
 
 @dataclass(slots=True)
 class Piggyback:
-    """How the data of a cache entry travel with the vectors, in their part of the window.
+    """How the data of a cache entry travel with the vectors, next to them in the window.
 
     Attributes:
         bit: The entry's ready bit.
@@ -115,7 +115,7 @@ class CacheEntry:
 
     Attributes:
         used: Round in which it was last executed.
-        mismatched: True if members submitted different requests. The bit then means "submitted something".
+        mismatched: True if members submitted different requests. Its bit then means "something submitted".
         piggyback: How its data are piggybacked, or None if they are too large.
     """
 
@@ -129,7 +129,7 @@ class CacheEntry:
 class ResponseCache:
     """The requests that all members know.
 
-    Only agreed events change it, so it is equal on all members.
+    Only agreed events change the cache, so it is identical on all members.
 
     Args:
         capacity: Maximum number of entries. A new one replaces the least recently used one (by round number).
@@ -151,7 +151,7 @@ class ResponseCache:
         if entry.description is description or entry.mismatched:
             return slot
         if entry.description == description:
-            entry.description = description  # the caller's own object, so identity finds it next time
+            entry.description = description  # the caller's object, so that ``is`` finds it next time
             return slot
         return None
 

@@ -17,7 +17,7 @@ def description_bytes(description: Description) -> int:
 
 
 def _batch_key(description: Description) -> tuple[Any, ...] | None:
-    """Return the key of requests that may be executed together, or None if this one is executed alone."""
+    """Return the key of requests that may be executed together, or None if this one must run alone."""
     if len(set(description.dtypes)) != 1 or description.detail:
         return None
     if description.kind == Collective.ALLREDUCE and description.operation != ReduceOp.ADASUM:
@@ -29,7 +29,7 @@ def _batch_key(description: Description) -> tuple[Any, ...] | None:
 
 
 def is_plain(description: Description) -> bool:
-    """Return True for an all-reduce of one dtype in host memory, which others may join in a batch."""
+    """Return True for an all-reduce of one dtype in host memory, which may share a batch with others."""
     on_host = description.kind == Collective.ALLREDUCE and not description.device
     return on_host and _batch_key(description) is not None
 
@@ -37,7 +37,7 @@ def is_plain(description: Description) -> bool:
 def plan_batches(descriptions: Sequence[Description], threshold: int) -> list[list[int]]:
     """Group requests, given in agreed order, into batches of at most ``threshold`` bytes.
 
-    A larger request forms its own batch. If the threshold is 0, every request does.
+    A larger request forms a batch of its own. If the threshold is 0, every request does.
     Returns lists of positions in ``descriptions``.
     """
     batches: list[list[int]] = []

@@ -14,7 +14,7 @@ Call = tuple[Description, str | None]
 
 
 def encode_misses(items: Sequence[tuple[str, Description]]) -> bytes:
-    """Encode names with their descriptions."""
+    """Encode cache misses: names with their descriptions."""
     return _encode([[name, _fields(description)] for name, description in items])
 
 
@@ -35,7 +35,8 @@ def decode_call(data: bytes) -> tuple[str, Call | None]:
 
 
 def _encode(value: Any) -> bytes:
-    return json.dumps(value, separators=(",", ":"), default=operator.methodcaller("item")).encode()  # NumPy's
+    # item() converts NumPy scalars.
+    return json.dumps(value, separators=(",", ":"), default=operator.methodcaller("item")).encode()
 
 
 def _fields(d: Description) -> list[Any]:

@@ -61,8 +61,8 @@ class Executor:
         lock: Guards ``pending``.
         recorder: Receives a record of each batch.
         change: Executes an agreed ADD_SET, REMOVE_SET or TUNE. None unless this is the set of all ranks.
-        plans: Batches by the ready bits of a round, None unless all are plain all-reduces. Must be cleared
-            whenever the response cache changes.
+        plans: Batches for each combination of ready bits, or None unless all are plain all-reduces. Must be
+            cleared whenever the response cache changes.
         largest: Maximum requests and bytes per round, and bytes per batch, over all planned rounds of
             all-reduces. Equal on all members.
     """
@@ -79,7 +79,7 @@ class Executor:
     largest: tuple[int, int, int] = (0, 0, 0)
 
     def run_ready(self, ready: int, round_number: int) -> Steps:
-        """Execute the cache entries with these bits. Plans that contain only all-reduces are cached."""
+        """Execute the cache entries whose bits are set. Plans that contain only all-reduces are cached."""
         pending = self.pending
         plan = None
         if not pending.joined:
@@ -162,7 +162,8 @@ class Executor:
                     mismatched.append((slot, item))
                 else:
                     items.append(item)
-        items.sort(key=lambda item: item.description.kind != Collective.TUNE)  # new values apply to the rest
+        # Tune first, so that new values apply to the rest.
+        items.sort(key=lambda item: item.description.kind != Collective.TUNE)
         yield from self._run(items, round_number)
         for slot, item in mismatched:
             yield from self._report_mismatch(item)
@@ -178,7 +179,7 @@ class Executor:
             first, kind = batch[0], batch[0].description.kind
             results: list[Any]
             if first.work is not None and first.work.refusal is not None:
-                results = [[] for _ in batch]  # all ranks made the same wrong call, and have raised an error
+                results = [[] for _ in batch]  # all made the same wrong call, and have already raised
             elif error := self._forbidden(first):
                 results = [error for _ in batch]
             elif kind in _CHANGES and self.change is not None:
@@ -228,7 +229,7 @@ class Executor:
         own = None if item.work is None else (item.work.request.description, item.work.refusal)
         payloads = yield from self.exchange.gather_bytes(encode_call(item.name, own))
         calls = [decode_call(payload) for payload in payloads]
-        # The name of an unnamed request contains the collective, which may differ. Use the first member's.
+        # An unnamed request's name contains the collective, which may differ. Use the first member's name.
         submitted = [call for _, call in calls]
         error = MismatchError(mismatch_message(calls[0][0], self.transport.identities, submitted))
         self.recorder.text(str(error))

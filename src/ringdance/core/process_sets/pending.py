@@ -24,12 +24,12 @@ class PendingRequests:
         unnamed: Requests without a name, in order of submission.
         running: Unnamed requests that are being executed. They fail too if the engine fails.
         join: The pending join, or None.
-        joined: Bits of the members that have joined, as all members know.
-        held: Requests, in order, that are held until the peers know about refused requests of the same name.
+        joined: Bits of the members that are known to all members to have joined.
+        held: By name: requests, in order, that are held until the peers know about a refused request.
         joined_here: True if this rank contributes zeros until all ranks have joined.
         eager_since: Submission time of the oldest request that the engine thread must start.
         eager_last: Submission time of the latest such request.
-        not_before: Earliest start of the next round (monotonic), because the last rounds achieved nothing.
+        not_before: Earliest start of the next round (monotonic), delayed if the last rounds achieved nothing.
         backoff: Seconds by which rounds are delayed.
         submitted: Number of unnamed requests that this rank has submitted.
         limit: Unnamed requests from this number on are refused, because a member will never submit them.
@@ -86,7 +86,7 @@ class PendingRequests:
 
     def _number(self, work: Work) -> None:
         work.order = self.submitted
-        self.submitted += 1  # before any call, during which a signal handler may submit
+        self.submitted += 1  # increment before any call, because a signal handler may submit during a call
         work.name = f"{work.request.description.kind.name.lower()}.noname.{work.order}"
 
     def _add_named(self, name: str, work: Work) -> None:
@@ -118,20 +118,20 @@ class PendingRequests:
         return late
 
     def release_held(self) -> None:
-        """Add the held requests if the peers now know about the refused requests of the same name."""
+        """Add a held request under each name whose refused request the peers now know about."""
         for name in [name for name in self.held if name not in self.named]:
             self._add_named(name, self.held[name].pop(0))
             if not self.held[name]:
                 del self.held[name]
 
     def in_flight(self) -> list[Work]:
-        """Return all pending requests except those that tune. Other threads may submit more meanwhile.
+        """Return all pending requests except the one that tunes. Other threads may submit more meanwhile.
 
         Note [Copies of dictionaries]
-            In Python 3.11, any allocation of a container may collect garbage, and what is collected may let
-            another thread run. Therefore ``tuple(mapping.values())`` and ``list(mapping.items())`` can fail
-            with "dictionary changed size during iteration". ``list(mapping.values())`` and
-            ``mapping.copy()`` cannot.
+            In Python 3.11, allocating a container may trigger a garbage collection, during which another
+            thread may run. Therefore ``tuple(mapping.values())`` and ``list(mapping.items())`` can fail with
+            "dictionary changed size during iteration". ``list(mapping.values())`` and ``mapping.copy()``
+            cannot.
         """
         held = [work for queue in list(self.held.values()) for work in queue]
         running = [work for work in list(self.running) if not work.done()]
@@ -149,16 +149,16 @@ class PendingRequests:
         return dropped
 
     def has_work(self) -> bool:
-        """Return True if anything is pending that a thread may wait for."""
+        """Return True if any request is pending that a thread may wait for."""
         return bool(len(self.named) > (TUNE_NAME in self.named) or self.unnamed or self.join is not None)
 
     def withdraw_tuning(self) -> None:
-        """Remove the request that tunes, because this rank joins or stops."""
+        """Remove the request that tunes, because this rank is joining or stopping."""
         if TUNE_NAME in self.named:
             self._remove_named(TUNE_NAME).finish([])
 
     def name_unnamed(self) -> None:
-        """Turn unnamed requests into named ones, because joined members have none to match them."""
+        """Turn unnamed requests into named ones, because joined members have none to match by order."""
         while self.unnamed:
             work = self.unnamed.popleft()
             self._add_named(work.name, work)
@@ -177,7 +177,7 @@ class PendingRequests:
         return work
 
     def answer(self, items: list[tuple[str, Description]]) -> int:
-        """Return two bits for each of the leader's cache misses: no mismatch, and submitted here."""
+        """Return two bits for each of the leader's cache misses: "no mismatch" and "submitted here"."""
         answer = 0
         for number, (name, description) in enumerate(items):
             work = self.named.get(name)

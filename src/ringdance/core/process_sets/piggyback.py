@@ -16,7 +16,7 @@ from ringdance.core.transport.window import PIGGYBACK_BYTES, Window
 
 @dataclass(eq=False)
 class Piggybacking:
-    """Piggybacks data on one process set's vectors, on a host.
+    """Piggybacks data on one process set's vectors within a host.
 
     Thread: the one stepping the engine.
 
@@ -47,9 +47,9 @@ class Piggybacking:
         return Piggyback(batch.bits, self.layout.piggyback(slot), how, buffers, batch.record)
 
     def load(self, ready: int) -> int:
-        """Copy the first ready request's data next to the vector if they fit. Returns the vector's field.
+        """Copy the first ready request's data next to the vector if they fit.
 
-        Lock: the caller holds the executor's.
+        Returns the vector's field that names the cache entry, or 0. Lock: the caller holds the executor's.
         """
         pending = self.executor.pending
         entry = self._loaded = pending.cache.entries[(ready & -ready).bit_length() - 1]
@@ -63,7 +63,7 @@ class Piggybacking:
         return piggyback.field
 
     def complete(self, agreed: int, round_number: int) -> int:
-        """Reduce the data if all members loaded the same entry. Returns the entry's bit, otherwise 0.
+        """Reduce the data if all members loaded the same entry. Returns the entry's bit if so, otherwise 0.
 
         ``agreed``: The AND of the vectors. If a member loaded nothing, its piggyback field is 0.
         """

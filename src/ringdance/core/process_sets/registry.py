@@ -60,25 +60,25 @@ class ProcessSets:
         settings: The engine's settings.
         context: State shared by all sets.
         callers: The engine's callers.
-        lock: Guards what submitting threads change.
+        lock: Guards everything that submitting threads change.
 
     Attributes:
         registered: All sets by id.
         machines: State machines of this rank's sets, with their generators.
-        event_count: Wakes this rank. None if a peer cannot reach it, because it is on another host.
-        on_tune: Computes new values for the set of all ranks, or None, from each rank's measurements (b""
-            for a rank that has joined). None if tuning is off.
+        event_count: Wakes this rank. None unless all peers can reach it through a window on this host.
+        on_tune: Takes each rank's measurements (b"" for a rank that has joined), and returns new values for
+            the set of all ranks, or None for no change. The attribute is None if tuning is off.
 
     Note [Tuning]
         Settings that determine what is executed, and how, are changed by a request like any other, and so at
-        one place in the agreed order. The request gathers the ranks' measurements. Each rank computes the new
-        values by the same code from the same bytes. Only the set of all ranks changes, because other sets
-        have another order. The new values must not depend on anything that may differ between ranks, such as
-        their environments. If such a value is needed, rank 0 sends it.
+        the same point of the agreed order on all ranks. The request gathers the ranks' measurements. Each
+        rank computes the new values with the same code from the same bytes. Only the set of all ranks is
+        changed, because the other sets each have their own order. The new values must not depend on anything
+        that may differ between ranks, such as their environments. If such a value is needed, rank 0 sends it.
 
     Note [Groups that are destroyed]
         A rank that leaves a group sends the members a note with the number of requests it has submitted.
-        Requests match by their order, so the members know at once which requests this rank will never submit.
+        Requests match by their order, so the members then know which requests this rank will never submit.
         These fail in the next check of the peers, with an error that names the rank. The other requests are
         executed, because the rank continues to take part in the group's rounds until all members have left
         and none has such a request pending. Only then do all members agree to stop and free the group
@@ -117,7 +117,7 @@ class ProcessSets:
         return [state for state, _ in self.machines]
 
     def next_due(self) -> float | None:
-        """Return when the engine thread has something to do (monotonic), or None if never."""
+        """Return when the engine thread will next have work (monotonic), or None if nothing is due."""
         soonest: float | None = None
         for state, _ in self.machines:
             due = state.next_due()
@@ -126,7 +126,7 @@ class ProcessSets:
         return soonest
 
     def backoff_until(self) -> float:
-        """Return until when rounds are delayed because the last one achieved nothing, or 0.0 if not."""
+        """Return the time until which rounds are delayed because the last achieved nothing, or 0.0."""
         times = [state.pending.not_before for state, _ in self.machines if not state.in_round]
         return min(filter(None, times), default=0.0)
 
@@ -151,7 +151,7 @@ class ProcessSets:
         return wanted
 
     def check_removal(self, set_id: int) -> tuple[int]:
-        """Return the id of a removable set, as a tuple. Raises ArgumentError."""
+        """Return a set's id as a tuple. Raises ArgumentError if the set cannot be removed."""
         if set_id == 0:
             raise ArgumentError("Process set 0, which contains all ranks, cannot be removed.")
         self.find(set_id)
@@ -175,7 +175,7 @@ class ProcessSets:
         self.registered[set_id] = RegisteredSet(ranks, state, alone)
 
     def add_group(self, set_id: int, ranks: tuple[int, ...]) -> None:
-        """Register a set that only its members know. All members call this at the same time. Blocks."""
+        """Register a set that only its members know. All members must call this at the same time. Blocks."""
         transport = None
         if len(ranks) > 1:
             transport = self._transport.subset(ranks, buffer_bytes(self._settings))
@@ -183,7 +183,7 @@ class ProcessSets:
         self._find_event_count()
 
     def leave(self, set_id: int) -> None:
-        """Leave a group. Threads: any, also in a signal handler. See Note [Groups that are destroyed]."""
+        """Leave a group. Threads: any, even in a signal handler. See Note [Groups that are destroyed]."""
         known = self.registered.get(set_id)
         if known is None or known.state is None:
             self.registered.pop(set_id, None)
@@ -191,7 +191,10 @@ class ProcessSets:
             known.state.urgent = known.state.leaving = True
 
     def check_left(self, post: _Post) -> None:
-        """Send notes about groups this rank has left, and stop groups that all have left. Called in steps."""
+        """Send notes about groups that this rank has left, and stop groups that all members have left.
+
+        Called in steps.
+        """
         own = self._transport.rank
         for state in self.states():
             if state.leaving and own not in state.left:
@@ -200,11 +203,11 @@ class ProcessSets:
                 state.stopping = True
 
     def give_up(self, set_id: int, number: int, why: str, post: _Post) -> bool:
-        """Leave a group before a request that is pending in it. Returns False if it is not pending there.
+        """Leave a group and give up a request in it, with all later ones. Returns False if it is not pending.
 
-        Called in steps. A message (``number`` -1) is not a request: the group is left after all requests that
-        were submitted. If a member has submitted the same request and has not read the note yet, both may
-        have agreed to execute it. Then the engine fails (``Executor.run_unnamed``).
+        Called in steps. A message (``number`` -1) is not a request, so no request that was submitted is given
+        up. If a member has submitted the same request and has not read the note yet, both may have agreed to
+        execute it. In that case, the engine fails (``Executor.run_unnamed``).
         """
         known = self.registered.get(set_id) if set_id >= FIRST_GROUP else None
         state = known.state if known is not None else None
@@ -240,7 +243,7 @@ class ProcessSets:
     def _steps_of_group(self, set_id: int, state: ProcessSetState) -> Steps:
         """Run until all members have left, then free the set."""
         yield from state.steps()
-        if not state.leaving:  # the job ends
+        if not state.leaving:  # the job is ending
             return
         self.fail_pending(state, ProcessSetRemovedError(state.removal()))
         yield from self._on_thread(state.close)

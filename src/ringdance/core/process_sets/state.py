@@ -1,6 +1,6 @@
 """One process set: the state machine by which its members agree, round by round.
 
-``steps()`` is a generator. Each ``next()`` does what can be done without blocking. It runs rounds: all
+``steps()`` is a generator. Each ``next()`` advances as far as possible without blocking. It runs rounds: all
 members AND their vectors (see ``agreement``), execute what is ready everywhere, then exchange cache misses.
 Only ``due`` decides when to enter a round. What happens in the round follows from agreed facts only.
 """
@@ -54,7 +54,7 @@ def eager_due(since: float, last: float, cycle: float) -> float:
     """Return when asynchronous requests are due, given the submission times of the first and the last one.
 
     They are due after a cycle, or once a burst has ended. Starting in the middle of a burst would split
-    it in two, and both threads would compete for the core.
+    it in two, and the submitting thread and the engine thread would compete for the core.
     """
     return max(since + cycle, min(last + cycle / 8, since + 4 * cycle))
 
@@ -67,8 +67,8 @@ class ProcessSetState:
         transport: The members' communicator. Closed with the set.
         exchange: Moves the members' data.
         settings: The engine's settings.
-        callers: What threads wait for, in all sets.
-        lock: Guards what submitting threads change.
+        callers: The threads that are waiting, and what for, in all sets.
+        lock: Guards everything that submitting threads change.
         change: See ``Executor``.
 
     Attributes:
@@ -83,7 +83,7 @@ class ProcessSetState:
         no_waiter: After the stop, True if no thread was left waiting.
         leaving: True once this rank has left the group.
         left: Global ranks known to have left the group, with the time (monotonic).
-        why: Reason why a rank has left the group, if it did not destroy the group.
+        why: Why a rank has left the group, if it has not destroyed the group. Otherwise "".
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class ProcessSetState:
         )  # fmt: skip
 
     def change(self, values: EngineValues) -> None:
-        """Continue with other values. Called between two batches, equally on all members."""
+        """Continue with other values. Called between two batches, with the same values on all members."""
         executor, exchange = self.executor, self.exchange
         executor.threshold, self._cycle = values.fusion_threshold, values.cycle_time * 1e-3
         executor.plans.clear()
@@ -165,7 +165,7 @@ class ProcessSetState:
         None means that it wants a round only after another event. Threads: any.
         """
         pending = self.pending
-        if not (pending.named or pending.unnamed or pending.join is not None):  # has_work(), twice as fast
+        if not (pending.named or pending.unnamed or pending.join is not None):  # faster than has_work()
             return None
         if self._callers.waiting or self.urgent:
             return 0.0
@@ -217,7 +217,7 @@ class ProcessSetState:
                 pending.backoff = min(max(2 * pending.backoff, 5e-5), _MAX_BACKOFF)
                 pending.not_before = time.monotonic() + pending.backoff
             if not self.stopped:
-                yield  # do not check what is due: after a lone operation, nothing is
+                yield  # without checking whether a round is due: after a lone operation, none is
 
     def _compose(self) -> int:
         """Build this rank's bit vector for the next round.

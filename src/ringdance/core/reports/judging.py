@@ -1,4 +1,4 @@
-"""Shared by all tools that judge a training run: thresholds, who waits for whom, the spread of a few values.
+"""Shared by all tools that judge a training run: thresholds, who waits for whom, the spread of timings.
 
 Used by the summary of a job, ``ringdance report``, ``bench`` and ``plan``. Standard library only.
 """
@@ -16,7 +16,7 @@ LITTLE = 0.1
 IDLE_CORES = 0.5
 """A rank or loader that uses less of a core spends most of its time waiting."""
 NO_CORES = 0.15
-"""A rank or loader that uses less of a core does not lack cores, whatever else keeps them busy."""
+"""A rank or loader that uses less of a core does not lack cores, even if other programs keep them busy."""
 BUSY = 0.85
 """Share of the cores' time above which the cores are busy."""
 TAKEN = 0.2
@@ -26,7 +26,7 @@ FULL_CORES, FULL_GPU = 0.75, 0.9
 IDLE_GPU = 0.5
 """A GPU that is used for a smaller share of the time is waiting for something."""
 LEAST = 0.05
-"""Minimum share of a step for a rank's own work. Samples are taken in mid-step and may show none."""
+"""Minimum share of a step assumed for a rank's own work, because samples taken mid-step may show none."""
 
 
 class Waiting(NamedTuple):
@@ -54,7 +54,7 @@ def waiting(shares: Sequence[float]) -> Waiting:
 
 
 def spread(times: Sequence[float]) -> float:
-    """Estimate the standard deviation from the median absolute deviation, because some may be outliers."""
+    """Estimate the standard deviation from the median absolute deviation, because there may be outliers."""
     middle = median(times)
-    # 1.48 is the ratio for a normal distribution. The other factor corrects the bias of small samples.
+    # 1.48 is the ratio for a normal distribution. The other factor corrects for the bias of small samples.
     return 1.48 * len(times) / (len(times) - 0.8) * median([abs(time - middle) for time in times])

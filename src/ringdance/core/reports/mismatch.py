@@ -57,8 +57,8 @@ _ADVICE = {
 }
 
 _ORDER = (
-    " Calls without names are matched by their order. Check whether a rank has made one call more or one "
-    f"fewer before, for instance in a training step that other ranks do not make. {UNEVEN_STEPS}"
+    " Calls without names are matched by their order. Check whether a rank has made one call more or fewer "
+    f"before this one, for instance in a training step that other ranks do not make. {UNEVEN_STEPS}"
 )
 
 
@@ -96,7 +96,7 @@ def mismatch_message(
 def _first_other_shape(
     tensors: Sequence[str], all_of: Sequence[Description]
 ) -> tuple[Callable[[Description], str], str]:
-    """Return a function that shows the first shape of a group that differs, and the name of its tensor."""
+    """Return a function that shows a group's first shape that differs, and the name of that tensor."""
     index = next(i for i, _ in enumerate(tensors) if len({call.shapes[i] for call in all_of}) > 1)
     return lambda call: _shape(replace(call, shapes=(call.shapes[index],))), f"'{tensors[index]}'"
 

@@ -1,4 +1,4 @@
-"""Find out from /proc what threads of this host's processes are doing. Linux only; otherwise unknown.
+"""Find out from /proc what threads on this host are doing. On systems other than Linux, this is unknown.
 
 Standard library only, because ``ringdance explain`` needs it too.
 """
@@ -19,7 +19,7 @@ _COMPUTES = 0.3  # share of a core
 _IN_CALL = ", probably in a call that holds the GIL"
 _LOCKED = "waits for a lock, a queue or another thread"
 _MOST_THREADS = 2
-_PRIVATE = 128  # FUTEX_PRIVATE_FLAG: no other process can wake it; a timeout of 0 means none
+_PRIVATE = 128  # FUTEX_PRIVATE_FLAG: no other process can wake the thread; a timeout of 0 means none
 _OPEN, _READ, _WRITE, _FILE_LOCK, _CHILD, _CONNECT, _ACCEPT, _POLL, _LOCK, _SLEEP, _DEVICE = range(11)
 # System call numbers, part of the kernel's stable interface: x86-64, and arm64 (and riscv64).
 _X86 = {
@@ -51,7 +51,7 @@ def sample_cpu(pid: int, tid: int = 0) -> CpuSample | None:
 
     Args:
         pid: A process on this host.
-        tid: The kernel's number of its thread. 0 for the main thread.
+        tid: Kernel thread id. 0 for the main thread.
     """
     words = linux.text(f"/proc/{pid}/task/{tid or pid}/schedstat").split()
     return CpuSample(time.monotonic(), int(words[0]) / 1e9) if words else None
@@ -75,10 +75,10 @@ def wakeable(tid: int) -> tuple[int, str]:
     """Return how long a thread of this process has run or waited for a core (ns), and what it is doing.
 
     The latter is "sleeps" if only another thread of this process can wake it, "" if it waits for something
-    else or with a timeout, and otherwise "runs", also if nothing is known.
+    else or with a timeout, and "runs" in all other cases, including when nothing is known.
     """
     used = sum(map(int, linux.text(f"/proc/self/task/{tid}/schedstat").split()[:2]))
-    call = linux.text(f"/proc/self/task/{tid}/syscall").split()  # after ``used``: later use will show in it
+    call = linux.text(f"/proc/self/task/{tid}/syscall").split()  # read last: later use shows up in ``used``
     if not used or len(call) < 7:
         return used, "runs"
     futex = _CALLS.get(int(call[0])) == _LOCK and int(call[2], 16) & _PRIVATE and int(call[4], 16) == 0
@@ -90,7 +90,7 @@ def activity(pid: int, tid: int = 0, before: CpuSample | None = None) -> str:
 
     Args:
         pid: A process on this host.
-        tid: The kernel's number of its thread. 0 for the main thread.
+        tid: Kernel thread id. 0 for the main thread.
         before: An earlier sample.
     """
     _, letter = thread_state(pid, tid)
@@ -103,7 +103,7 @@ def activity(pid: int, tid: int = 0, before: CpuSample | None = None) -> str:
     text = _in_call(pid, call, "pipe" in where or "partner" in where)
     if letter == "D":
         return f"{text or 'waits'} in uninterruptible I/O ({where or 'state D'})"
-    # The kernel does not reveal the system call of a process that may not be traced.
+    # The kernel does not reveal the system call of a process that this one has no permission to trace.
     return text or (_LOCKED if where.startswith("futex") else "")
 
 
@@ -112,7 +112,7 @@ def describe_threads(pid: int, before: CpuSample | None) -> str:
 
     Args:
         pid: A process on this host.
-        before: An earlier sample of its main thread.
+        before: An earlier sample of the main thread.
 
     Returns:
         A clause such as "its main thread waits for a lock, a queue or another thread", or "" if nothing is
@@ -129,7 +129,7 @@ def describe_threads(pid: int, before: CpuSample | None) -> str:
     others = _running_threads(pid)
     more = f" and {len(others) - _MOST_THREADS} more" if len(others) > _MOST_THREADS else ""
     text = f"its main thread {doing}"
-    return text + (f"; other threads that run: {', '.join(others[:_MOST_THREADS])}{more}" if others else "")
+    return text + (f"; other running threads: {', '.join(others[:_MOST_THREADS])}{more}" if others else "")
 
 
 def _share(before: CpuSample | None, now: CpuSample | None) -> float:
@@ -194,7 +194,7 @@ def _holder(pid: int) -> str:
 
 
 def _command(pid: int) -> str:
-    """Return a process's number, with its command if known. "" if ``pid`` stands for any child."""
+    """Return a process's id, with its command if known. "" if ``pid`` stands for any child."""
     words = linux.text(f"/proc/{pid}/cmdline").replace("\0", " ").strip()[:100]
     return f"{pid} ({words})" if words else str(pid) if 0 < pid < 1 << 31 else ""
 

@@ -21,7 +21,7 @@ _MOST_FRAMES = 8
 _MOST_THREADS = 4
 _SAMPLE_S = 0.02
 _LOADS = "waits for its data loader"
-# What a thread is doing, by the library files that it is in.
+# What a thread is doing, judging by the library file that it is in.
 _BY_FILE = (
     ("/torch/cuda/", "waits for the GPU"),
     ("/torch/_inductor/", "compiles"),
@@ -39,7 +39,7 @@ _BY_FILE = (
 def callers_of(frame: object) -> list[FrameType]:
     """Return a frame and its callers, innermost first.
 
-    While the frame's thread was running, Python 3.11 has returned a dictionary or a function as a caller.
+    If the frame's thread is running, Python 3.11 may return a dictionary or a function as a caller.
     """
     frames = []
     while isinstance(frame, FrameType):
@@ -52,12 +52,12 @@ def thread_locations(pending: Collection[int | None] = ()) -> list[dict[str, Any
     """List where the main thread and other threads are in the user's code.
 
     Args:
-        pending: Identifiers of the threads that have submitted, or wait for, a pending request.
+        pending: Identifiers of the threads that have submitted, or are waiting for, a pending request.
 
     Returns:
-        For each thread ``name``, ``pending``, ``frames`` from ``user_frames``, and ``doing``: a clause, or ""
-        if the thread is pending or nothing is known. Threads with pending requests come first. Threads other
-        than the main thread are listed only if they run the user's code. At most 4 threads.
+        For each thread, ``name``, ``pending``, ``frames`` from ``user_frames``, and ``doing``: a clause, or
+        "" if the thread is pending or nothing is known. Threads with pending requests come first. Threads
+        other than the main thread are listed only if they run the user's code. At most 4 threads are listed.
     """
     threads = {thread.ident: thread for thread in threading.enumerate() if thread.native_id}
     pid = os.getpid()
@@ -84,7 +84,7 @@ def _doing(frames: Sequence[FrameType], said: str) -> str:
 
 
 def doing_in(files: Sequence[str], said: str) -> str:
-    """Return what a thread does, judging by the library files it is in (innermost first), or ``said``."""
+    """Return what a thread is doing, judging by its library files (innermost first), or ``said``."""
     known = [doing for file in files for part, doing in _BY_FILE if part in file]
     # If the thread waits for another process, say that. A loader without workers runs in this thread.
     loads = known[:1] == [_LOADS] and said and not said.startswith("waits")
@@ -109,7 +109,7 @@ def user_frames(frames: list[FrameType], outermost: bool = True) -> list[str]:
 
     Args:
         frames: Frames of a thread, innermost first.
-        outermost: If True and no frame is in the user's code, name another one: the script's if possible.
+        outermost: If True, and no frame is in the user's code, return another: the script's if possible.
     """
     script = [frame for frame in frames if frame.f_globals.get("__name__") == "__main__"][-1:] or frames[:1]
     shown = list(filter(_is_users, frames)) or (script if outermost else [])
@@ -121,7 +121,7 @@ def place_of(frames: Sequence[str], others: Collection[str] = ()) -> str:
 
     Args:
         frames: Frames of the thread, innermost first.
-        others: Frames of another rank. The caller that is named is the first one not among them.
+        others: Frames of another rank. The first caller that is not among them is named.
     """
     inner, *outer = frames
     return ", called from ".join([inner, *[*(frame for frame in outer if frame not in others), *outer][:1]])

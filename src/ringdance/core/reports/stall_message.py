@@ -14,7 +14,7 @@ from ringdance.errors import UNEVEN_STEPS
 
 _MOST_NAMES = 6
 _MOST_THREADS = 3
-# Work that a single rank often does, by the names of its functions or by what its thread does.
+# Work that a single rank often does, by the names of its functions or by what its thread is doing.
 _ONE_RANK_WORK = re.compile(r"eval|valid|checkpoint|save|export|predict|score", re.IGNORECASE)
 _IN_FILE = ("pending", "waiting", "joined", "after", "threads")
 
@@ -35,7 +35,7 @@ class Stall:
         answers: Status of the ranks that have answered.
         unanswered: Descriptions of the ranks that have not answered.
         in_round: True if a round of the process set is in progress on this rank.
-        behind: Members of this host that have not signalled in that round.
+        behind: Members on this host that have not signaled in that round.
         idle: Seconds since anything made progress.
         moving: True if data are moving.
         pauses: Work that ranks have marked with ``pause_stall_check``.
@@ -71,7 +71,7 @@ class Stall:
 
     @property
     def culprits(self) -> list[int]:
-        """Ranks that the others wait for: the late ones, or this rank if it alone has submitted it."""
+        """Ranks that the others wait for: the late ones, or this one if no other submitted the request."""
         if len(self.missing) == len(self.others) > 1:
             names = [set(pending_names(self.answers[rank], self.set_id)) for rank in self.missing]
             if set.intersection(*names):
@@ -125,8 +125,8 @@ def stall_message(stall: Stall) -> str:
         calls = "All ranks must make the same calls."
         pair = "Each message needs a send and a receive with the same size and tag."
         parts.append(advice or (calls if what == "submitted" else pair))
-        # Ranks that have run out of batches can call join(), which helps with reductions over all ranks. A
-        # rank that does not wait for anything may be computing, sleeping or loading.
+        # Suggest join() only for reductions over all ranks, and only if a late rank is waiting: a late rank
+        # that is not waiting may be computing, sleeping or loading rather than out of batches.
         status = {stall.rank: stall.status, **stall.answers}
         behind = [rank for rank in stall.missing if status[rank]["waiting"] and not status[rank]["joined"]]
         if not advice and stall.set_id == 0 and "allreduce." in stall.name and behind:
@@ -156,20 +156,22 @@ def _late(stall: Stall, rank: int, own: set[str]) -> str:
         doing = f"it has joined after {status['after']}"
     elif names:
         more = "" if len(names) <= _MOST_NAMES else f" and {len(names) - _MOST_NAMES} more"
-        doing = "it waits for " if status["waiting"] else "it has submitted "
+        doing = "it is waiting for " if status["waiting"] else "it has submitted "
         doing += ", ".join(map(quoted, names[:_MOST_NAMES])) + more
         others = [stall.status, *(other for other in stall.answers.values() if other is not status)]
         if len(others) > 1 and not any(set(names) & set(pending_names(one, stall.set_id)) for one in others):
             doing += ", which no other rank has submitted"
     else:
-        doing = "it waits in another process set" if status["waiting"] else "it is not waiting for anything"
+        doing = (
+            "it is waiting in another process set" if status["waiting"] else "it is not waiting for anything"
+        )
     if what := stall.pauses.get(rank):
         doing = f"it is in a block marked '{what}'; {doing}"
     return f"{doing}; {_locations(status, own)}"
 
 
 def _divide_advice(stall: Stall, own: set[str]) -> str:
-    """Return advice about work that one rank does while the others wait, or "" if that is not the case."""
+    """Return advice about work that one rank does while the others wait, or "" if there is none."""
     rank, *more = stall.missing
     status = stall.answers[rank]
     if more or stall.culprits != [rank] or status["joined"] or status["pending"] or status["waiting"]:
@@ -179,7 +181,7 @@ def _divide_advice(stall: Stall, own: set[str]) -> str:
     for text in (*functions, thread.get("doing", "")):
         if _ONE_RANK_WORK.search(text):
             return (
-                f"The other ranks wait while only rank {rank} does this ({text}). Divide the work among all "
+                f"The other ranks are waiting while only rank {rank} does this ({text}). Divide it among all "
                 "ranks, or do it in the background, as hvd.Checkpoints does when it writes files. If the "
                 f"other ranks are meant to wait, use `with hvd.pause_stall_check('{text}'):`."
             )
@@ -198,7 +200,7 @@ def _exchange(stall: Stall, own: set[str]) -> str:
         for rank in stall.behind
         if rank in stall.answers
     ]
-    return f"{text}: it waits for {'; for '.join(behind)}." if behind else f"{text}."
+    return f"{text}: it is waiting for {'; for '.join(behind)}." if behind else f"{text}."
 
 
 def _frames(status: dict[str, Any]) -> set[str]:

@@ -13,7 +13,7 @@ from ringdance.core.transport.base import Identity
 
 _UNKNOWN = (
     "exposed communication, slowest rank: unknown, because the script polled for results, or never waited "
-    "for a result. Where else the script waits cannot be observed"
+    "for a result. Any other waiting in the script cannot be observed"
 )
 _FEW = 20  # steps: with fewer, any rank may be the slowest by chance
 
@@ -25,7 +25,7 @@ class Figures(NamedTuple):
         steps: Number of steps. For a whole run, 0 if they were not counted.
         seconds: Length of the period.
         waited: Seconds of the period in which training waited for results.
-        known: True if ``waited`` is complete. False if the script polled, or got all its results without an
+        known: True if ``waited`` is complete. False if the script polled, or got all its results without any
             observed wait.
     """
 
@@ -59,7 +59,7 @@ class RunSummary:
         size: Number of ranks.
 
     Attributes:
-        polled: True if the script has asked for a result that was not complete, and so may wait by polling.
+        polled: True if the script has polled a result that was not complete, so it may wait by polling.
     """
 
     def __init__(self, words: Sequence[int], after: float, size: int) -> None:
@@ -75,7 +75,7 @@ class RunSummary:
         return (time.monotonic_ns() - self._began) / 1e9
 
     def wanted(self, tolerance: float = 1.0) -> bool:
-        """Return True if the run has lasted for the setting's time multiplied by ``tolerance``."""
+        """Return True if the run has lasted for at least ``after`` seconds multiplied by ``tolerance``."""
         return self._after > 0 and self.seconds >= self._after * tolerance
 
     def figures(self) -> Figures:
@@ -92,7 +92,7 @@ class RunSummary:
         return Figures(steps, seconds, waited / 1e9, known)
 
     def metrics(self) -> dict[str, Any]:
-        """Return this rank's figures in readable form. Recent figures count from the last call."""
+        """Return this rank's figures in readable form. Recent figures cover the time since the last call."""
         now, then = self.figures(), self._shown
         recent = now
         if then is not None and (then.steps > 0) == (now.steps > 0) and then.steps <= now.steps:
@@ -151,7 +151,7 @@ def summary_lines(identities: Sequence[Identity], ranks: dict[int, Figures], sec
     if own.steps:
         by_step = [figures.waited / figures.steps for figures in ranks.values()]
         mean = statistics.mean(by_step)
-        # The slowest rank never waits for another one: all of its waiting is communication.
+        # The slowest rank never waits for another rank, so all of its waiting is communication.
         text += f", {_ms(mean)} per step; {_ms(mean - min(by_step))} of it waiting for slower ranks"
     lines.append(text)
     if missing := size - len(ranks):

@@ -6,8 +6,8 @@ All collectives are non-blocking. They are started, then tested, so that one thr
     while not pending.test():
         yield
 
-Collectives of one communicator match between ranks by the order in which they are started. ``messages`` and
-``post`` are not part of that order. They carry notes to single ranks, independently of any agreement.
+Collectives of one communicator are matched across ranks by the order in which they are started. ``messages``
+and ``post`` are not part of that order. They carry notes to single ranks, independently of any agreement.
 
 Note [Buffer lifetime]
     A collective uses its arrays without copying them until ``test`` has returned True. Until then, the caller
@@ -148,14 +148,14 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def split(self, members: Sequence[int], window_bytes: int) -> Transport | None:
-        """Make the communicator of these ranks. Collective over all ranks, may block.
+        """Make a communicator of these ranks. Collective over all ranks, may block.
 
         Returns None on ranks that are not in ``members``. ``window_bytes`` is the size of each member's
         buffers in a shared-memory window, 0 for no window.
         """
 
     def subset(self, members: Sequence[int], window_bytes: int) -> Transport:
-        """Make the communicator of these ranks. Collective over these ranks only, blocks. See ``split``."""
+        """Make a communicator of these ranks. Collective over these ranks only, blocks. See ``split``."""
         raise NotImplementedError(f"{type(self).__name__} can only make communicators of all ranks.")
 
     def send(self, buffer: Array, rank: int, tag: int) -> Transfer:
@@ -187,7 +187,7 @@ class Transport(abc.ABC):
         """Return "running", "stopped", "gone" or, for a member on another host, "unknown"."""
 
     def lost(self, error: BaseException) -> list[int] | None:
-        """Return the ranks of members known to have died if ``error`` means that, otherwise None."""
+        """Return the ranks known to have died if ``error`` means that members died, otherwise None."""
         return None
 
     @abc.abstractmethod

@@ -47,7 +47,7 @@ def load_mpi(thread_level: str = "multiple") -> Any:
 
 
 def _init_thread(mpi: Any, level: int) -> None:
-    """Initialize MPI, which waits for all ranks, without holding the GIL as mpi4py's own call does.
+    """Initialize MPI, which waits for all ranks, without holding the GIL, unlike mpi4py's own call.
 
     Other threads can therefore continue, including the one that reports which ranks are missing.
     """
@@ -71,7 +71,7 @@ def library_version() -> str:
 
 
 def finalize(agreed: bool) -> None:
-    """Finalize MPI if this module initialized it and all ranks do so (``agreed``)."""
+    """Finalize MPI if this module initialized it and all ranks are finalizing it too (``agreed``)."""
     global _initialized_here
     if not _initialized_here or not agreed:
         return

@@ -76,7 +76,7 @@ def missing_rank_report(ranks: Collection[int], waited: float) -> str:
 
 
 def _scan() -> tuple[str, _Ranks]:
-    """Return the launcher's variable for ranks, and the ranks that it started on this host."""
+    """Return the name of the launcher's rank variable, and the ranks that it started on this host."""
     import psutil  # imported here because it takes 30 ms
 
     name = next((name for name in RANK_NAMES if name in os.environ), "")
@@ -126,9 +126,9 @@ def _report(found: _Ranks, ranks: Collection[int], waited: float) -> str:
     absent = expected - found.present - set(found.late)
     parts = []
     if late:
-        parts.append(f"Still missing: {', '.join(late)}. Check what runs there before init().")
+        parts.append(f"Still missing: {', '.join(late)}. Check what is running there before init().")
     if absent:
-        where = "either exited before init() (check the output), or runs on another host"
+        where = "either exited before init() (check the output), or is running on another host"
         parts.append(f"Not on this host: {_listed(absent)}. Each of them {where}.")
     if not parts:
         parts.append("All ranks have called init(), but MPI cannot connect them. Check network and firewall.")

@@ -174,7 +174,7 @@ class MpiTransport(Transport):
         self._sent.append((self._notes.Isend([data, self._mpi.BYTE], dest=rank, tag=1), data))
 
     def _is_sent(self, request: Any) -> bool:
-        """Return True if a note is sent, or never will be because its receiver has died."""
+        """Return True if a note has been sent, or never will be because its receiver has died."""
         try:
             return bool(request.Test())
         except self._mpi.Exception as error:
@@ -187,12 +187,12 @@ class MpiTransport(Transport):
         status = self._mpi.Status()
         while True:
             try:
-                Incoming.match_all()  # a sender may wait for this while this rank waits for something else
+                Incoming.match_all()  # a sender may be waiting for this while this rank waits for another
                 message = self._notes.Improbe(tag=1, status=status)
             except self._mpi.Exception as error:
                 if self.lost(error) is None:
                     raise
-                return notes  # those that arrived are delivered before the loss of a rank is reported
+                return notes  # deliver the notes that arrived before reporting the loss of a rank
             if message is None:
                 return notes
             data = np.empty(status.Get_count(self._mpi.BYTE), np.uint8)
@@ -221,7 +221,7 @@ class MpiTransport(Transport):
 
     def close(self, agreed: bool) -> None:
         if not agreed:
-            return  # a posted collective cannot be taken back: leave everything as it is
+            return  # a posted collective cannot be canceled: leave everything as it is
         if self._cross is not None:
             self._cross.close(True)
         if self._memory is not None:
@@ -240,7 +240,7 @@ def gather(comm: Any, value: Any) -> list[Any]:
     """Return every rank's value, in rank order. Collective over ``comm``.
 
     Args:
-        comm: An mpi4py communicator. (Its own ``allgather`` would unpickle what other ranks send.)
+        comm: An mpi4py communicator. (mpi4py's own ``allgather`` would unpickle what other ranks send.)
         value: A value that JSON can hold. Tuples come back as lists.
     """
     own = np.frombuffer(json.dumps(value).encode(), np.uint8)
@@ -276,7 +276,7 @@ def free_shared_memory() -> int:
 
 @contextlib.contextmanager
 def lost_in_start(comm: Any) -> Iterator[None]:
-    """Raise RankLostError for errors of blocking calls if a peer has died."""
+    """If a blocking call fails and a peer has died, raise RankLostError instead."""
     try:
         yield
     except Exception as error:

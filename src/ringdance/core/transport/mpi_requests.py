@@ -12,8 +12,8 @@ from ringdance.core.transport.base import Array
 _in_flight: set[MpiPending] = set()
 """Posted and incomplete operations, with their buffers, of all engines of this process.
 
-MPI cannot take a collective back. It may write to the buffers even after the engine that posted it has failed
-and nothing else refers to them.
+MPI cannot cancel a collective. It may write to the buffers even after the engine that posted the collective
+has failed and nothing else refers to them.
 """
 
 
@@ -51,10 +51,10 @@ class MpiTransfer(MpiPending):
 
 
 class Incoming:
-    """A receive that is posted once its message has arrived, and its size is known.
+    """A receive that is posted once its message has arrived and the message's size is therefore known.
 
-    Between two processes on a host, Open MPI copies the whole message before it raises an error. If the
-    buffer is too small, it overwrites the memory after it.
+    Between two processes on a host, Open MPI copies the whole message before it raises an error. A message
+    that is too long for the buffer would overwrite the memory after the buffer.
 
     Args:
         mpi: The module ``mpi4py.MPI``.
@@ -73,9 +73,9 @@ class Incoming:
         self._unmatched.append(self)
 
     def match(self) -> None:
-        """Post the first receive that matches a message with this one's source and tag, if one has arrived.
+        """If a message for this receive has arrived, post the first receive that matches the message.
 
-        Lock: the caller holds ``_matching``. A message that arrives now may match an earlier receive.
+        That may be an earlier receive. Lock: the caller holds ``_matching``.
         """
         status = self._mpi.Status()
         if self.comm.Iprobe(source=self._source, tag=self._tag, status=status):

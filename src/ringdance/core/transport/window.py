@@ -2,12 +2,12 @@
 
 Layout, for m members::
 
-    m control lines   64 bytes: signalled (int64), event counter (int32), waiting (int32)
+    m control lines   64 bytes: signaled (int64), event counter (int32), waiting (int32)
     m x 2 vectors     agreement vectors; after each, 4096 bytes for piggybacked data
     m x 2 buffers     data
 
-A member publishes what it wrote by incrementing its ``signalled`` (``signal``). It may read what the other
-members wrote once all their counters have reached the same value (``reached``).
+A member publishes what it wrote by incrementing its ``signaled`` counter (``signal``). It may read what the
+other members wrote once all their counters have reached the same value (``reached``).
 
 Note [Parity]
     Vectors and buffers exist twice and are used alternately (parity 0 and 1). A member writes to one again
@@ -55,7 +55,7 @@ class Window:
         vectors, piggybacks, buffers: Memory by parity, then by member. See Note [Parity].
         vector_parity, buffer_parity: Parities used last.
         event_count: Wakes members.
-        count: Number of times this member has signalled.
+        count: Number of times this member has signaled.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Window:
         self._own = index * (_LINE // 8)
         self._peers = [i * (_LINE // 8) for i in range(members) if i != index]
         self.count = 0
-        self._seen = 0  # number of _peers known to have signalled
+        self._seen = 0  # number of _peers known to have signaled
         room = _round_up(vector_bytes, _LINE) + PIGGYBACK_BYTES
         starts = [[members * _LINE + (2 * m + parity) * room for m in range(members)] for parity in (0, 1)]
         self.vectors = [[raw[at : at + room] for at in row] for row in starts]
@@ -103,7 +103,7 @@ class Window:
             self.buffers[parity][self.index][::_PAGE] = 0
 
     def signal(self) -> None:
-        """Publish what this member wrote. The next ``reached`` waits for the other members to do the same."""
+        """Publish what this member wrote. ``reached`` returns True once all members have done the same."""
         if self._fence:
             self._fence()
         self.count += 1
@@ -115,7 +115,7 @@ class Window:
                 event_count.notify(index)
 
     def reached(self) -> bool:
-        """Return True if all members have signalled as often as this one."""
+        """Return True if all members have signaled at least as often as this one."""
         counters, peers, count = self._counters, self._peers, self.count
         for at in range(self._seen, len(peers)):
             if counters[peers[at]] < count:
@@ -127,11 +127,11 @@ class Window:
         return True
 
     def peer_ahead(self) -> bool:
-        """Return True if any member has already signalled once more than this one."""
+        """Return True if any member has already signaled once more than this one."""
         count = self.count
         return any(self._counters[at] > count for at in self._peers)
 
     def missing(self) -> list[int]:
-        """Return the local indices of the members that have not signalled as often as this one."""
+        """Return the local indices of the members that have signaled less often than this one."""
         count = self.count
         return [at // (_LINE // 8) for at in self._peers if self._counters[at] < count]

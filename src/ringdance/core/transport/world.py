@@ -37,7 +37,7 @@ def world_transport(
     """Initialize MPI if necessary and return the transport of the whole job.
 
     Args:
-        comm: None for all processes, a list of ranks of all processes, or an mpi4py communicator.
+        comm: None for all processes, a list of ranks in MPI.COMM_WORLD, or an mpi4py communicator.
         window_bytes: Size of each rank's buffers in a host's window. 0 for no window.
         vector_bytes: Length of the longest agreement vector.
         common: Values that must be equal on all ranks, by name.
@@ -65,10 +65,10 @@ def wait_for_restart(comm: Any, peers: Sequence[Identity], timeout: float, limit
     """Wait until all ranks of a job that has ended are ready to restart it.
 
     Args:
-        comm: Argument of ``world_transport``. For a list of ranks, this returns at once.
+        comm: Argument of ``world_transport``. If it is a list of ranks, return without waiting.
         peers: Ranks of the ended job.
         timeout: Seconds after which a warning says which ranks are missing.
-        limit: Seconds after which waiting fails.
+        limit: Maximum seconds to wait.
 
     Raises:
         RankLostError: A process on this host has exited, or not all were ready in time.
