@@ -13,7 +13,7 @@ from ringdance.data.files import needed
 
 QUALITY = 95
 """JPEG quality of images that are encoded again."""
-_EXIF_WITHIN = 4096  # bytes to search, because EXIF is a JPEG's first or second segment
+_EXIF_WITHIN = 4096  # bytes that are searched: EXIF is a JPEG's first or second segment
 
 
 class BrokenImage(Exception):
@@ -22,12 +22,12 @@ class BrokenImage(Exception):
 
 @dataclass(frozen=True)
 class Cleaned:
-    """A JPEG that every decoder can read.
+    """A JPEG that every decoder reads.
 
     Attributes:
         image: Encoded image. The original bytes if nothing had to change.
         height, width: Size in pixels.
-        note: Why the image was converted, "" if it was not.
+        note: Why the image was converted, or "".
     """
 
     image: bytes
@@ -39,12 +39,11 @@ class Cleaned:
 def clean(data: bytes, resize: int = 0) -> Cleaned:
     """Check and convert an image.
 
-    The whole image is decoded, but at an eighth of its size, which takes a third less time and
-    still finds damage.
+    The whole image is decoded, but at an eighth of its size: that finds damage in a third less time.
 
     Args:
         data: Encoded image.
-        resize: Target for the shorter side, in pixels. Smaller images are not resized. 0 means never resize.
+        resize: Target for the shorter side, in pixels. Smaller images are not resized, and with 0 none are.
 
     Raises:
         BrokenImage: The image cannot be decoded.
@@ -65,10 +64,10 @@ def clean(data: bytes, resize: int = 0) -> Cleaned:
 
 
 def _orientation(data: bytes) -> int:
-    """Return the EXIF orientation. 1 means upright; 0 means unreadable, which viewers treat as upright."""
+    """Return EXIF's orientation. 1 is upright; 0 is unreadable, which viewers treat as upright."""
     try:
         return int(needed("PIL.Image").open(io.BytesIO(data)).getexif().get(0x0112, 1))
-    except Exception:  # Pillow's parser raises many kinds of errors
+    except Exception:  # Pillow's parser raises many kinds
         return 0
 
 
@@ -78,7 +77,7 @@ def _target(height: int, width: int, resize: int) -> tuple[int, int]:
 
 
 def _shrunk(data: bytes, height: int, width: int, resize: int) -> Cleaned:
-    """Decode directly at a reduced size, but at least twice the target, and resize."""
+    """Decode directly at a reduced size, at least twice as large as the target, and resize."""
     high, wide = _target(height, width, resize)
     pixels = needed("simplejpeg").decode_jpeg(data, "RGB", min_height=2 * high, min_width=2 * wide)
     return _encoded(needed("PIL.Image").fromarray(pixels), high, wide)
@@ -92,7 +91,7 @@ def _encoded(image: object, height: int, width: int, note: str = "") -> Cleaned:
 
 
 def _converted(data: bytes, resize: int, problem: str) -> Cleaned:
-    """Decode with Pillow, which supports more formats, and encode as JPEG."""
+    """Decode with Pillow, which knows more formats, and encode as JPEG."""
     from ringdance.data import images  # imported here so that a missing Pillow gives a clear error
 
     pil = needed("PIL.Image")
@@ -103,7 +102,7 @@ def _converted(data: bytes, resize: int, problem: str) -> Cleaned:
                 note = problem if image.format == "JPEG" else f"{image.format} instead of JPEG"
                 needed("PIL.ImageOps").exif_transpose(image, in_place=True)
                 rgb = images.as_rgb(image)
-    except Exception as error:  # Pillow raises many kinds of errors, some with an object's address
+    except Exception as error:  # Pillow's decoders raise many kinds, some with an object's address
         text = re.sub(r" <_io.BytesIO object at \w+>", "", str(error))
         raise BrokenImage(f"{problem}; {text}" if data[:2] == b"\xff\xd8" else text) from None
     width, height = rgb.size

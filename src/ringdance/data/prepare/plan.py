@@ -2,8 +2,8 @@
 
 In ``DST/.prepare``, a split has ``train.json`` (options, source, and where each file's images begin in the
 two others), ``train.places.npy`` and ``train.names``. A finished file has ``NAME.rows.npy``, and
-``NAME.json``, which is written last and has the checksum of ``NAME.rows.npy``. When all files are finished, only
-``train.json`` stays: it tells a later run what was done.
+``NAME.json``, which is written last and has the checksum of ``NAME.rows.npy``. When all files are finished,
+only ``train.json`` stays: it tells a later run what was done.
 """
 
 from __future__ import annotations
@@ -247,7 +247,10 @@ def make(source: Source, format: str, shards: int, resize: int) -> tuple[SplitPl
 
 
 def store(plan: SplitPlan, source: Source, order: Array, destination: Path) -> SplitPlan:
-    """Write a plan for the other processes. The JSON file is written last, so if it exists, all exist."""
+    """Write a plan for the other processes.
+
+    The JSON file is written last, so if it exists, the other files are complete.
+    """
     directory = state(destination)
     names_at = [0]
     with open(directory / f"{plan.split}.names", "wb") as file:

@@ -108,7 +108,7 @@ def scatter(destination: Path, number: int, unit: int, note: Path) -> tuple[int,
 
 
 def write_cuts(destination: Path, names: Sequence[str]) -> Array:
-    """Write where in the runs pass 2 will find each output file's rows. Returns each file's number of rows."""
+    """Write where in the runs pass 2 will find each output file's rows. Returns each file's row count."""
     directory = state(destination)
     ends = np.stack([np.load(directory / f"{name}.ends.npy") for name in names])
     write_whole(directory / "cuts.npy", npy(ends))
