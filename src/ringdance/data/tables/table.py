@@ -104,8 +104,8 @@ class Table(Files):
         about = read_json(index, TABLE)
         if table_size not in (None, about["table_size"]):
             raise ArgumentError(
-                f"table_size={table_size}: {index.parent} was prepared for {about['table_size']} (--table-size "
-                "of `ringdance data prepare criteo`). Pass that size, leave table_size= out, or prepare again."
+                f"table_size={table_size}: {index.parent} was prepared for {about['table_size']} "
+                "(--table-size of `ringdance data prepare criteo`). Pass that or omit it, or prepare again."
             )
         files = [TableFile(**file) for file in about["files"]]
         is_rows = about["format"] == "rows"
