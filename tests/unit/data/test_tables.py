@@ -288,7 +288,7 @@ def test_a_table_that_was_read_is_pickled_and_copied(tables, form):
 @pytest.mark.parametrize("form", ["rows", "tfrecord"])
 def test_indexes_of_another_kind_are_named(tables, tmp_path, form):
     directory = tables[form].path
-    with pytest.raises(ArgumentError, match=rf"{form}.json is the index of a table: ringdance.data.Table"):
+    with pytest.raises(ArgumentError, match=rf"{form}.json is the index of a table. Use ringdance.data"):
         Dataset.open(directory, form)
     about = json.loads((directory / f"{form}.json").read_text()) | {"kind": "other"}
     (tmp_path / "train.json").write_text(json.dumps(about | {"samples": 1, "classes": []}))

@@ -38,7 +38,7 @@ _TAIL = 30  # lines of output shown from a failed run
 _INPUT = """\
 Three runs measure for --seconds each: the loader alone (its batches are read and discarded), the step alone,
 and both together. The step alone repeats up to 48 batches, loaded beforehand within --seconds at most.
-Each speed has a noise: half of the 95% confidence interval, from the spread within the run. The script
+Each speed has its noise: half of the 95% confidence interval, from the spread within the run. The script
 needs no change if its loader is hvd.image_loader(...) or hvd.table_loader(...). Wrap any other loader once:
 
   loader = hvd.watch_input(DataLoader(data, batch_size=32))     also for a tf.data pipeline

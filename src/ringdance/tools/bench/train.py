@@ -57,7 +57,7 @@ _NEEDS = {"tensorflow": ["tensorflow", "keras"], "jax": ["jax", "optax", "keras"
 _HELP = """\
 For each number of ranks, and for one rank alone, the model trains on samples from memory. Blocks of steps
 alternate between Ringdance's exchange, no exchange, and the exchange that --against names. The threads per
-rank never change: a host's cores divided by its most ranks (OMP_NUM_THREADS, if set, overrides this).
+rank stay the same: a host's cores divided by the largest number of ranks on it (or OMP_NUM_THREADS, if set).
 
   speed-up, efficiency   relative to the speed of one rank alone
   exposed                share of the step that the exchange adds

@@ -62,7 +62,7 @@ def _parser() -> Parser:
     add("--from", dest="bench", type=Path, metavar="FILE|RUN_DIR", help=text)
     text = f"model whose gradients are known, instead of --from ({', '.join(models())})"
     add("--model", metavar="NAME", help=text)
-    text = "rate of one rank; with --from, on the machine to plan for, for example because its GPU is faster"
+    text = "rate of the model on one rank; with --from, on one rank of the new machine, such as a faster GPU"
     add("--images-per-second", type=number, metavar="R", help=text)
     add("--of", type=positive, default=1, metavar="N", help="ranks that reach the rate together (default: 1)")
     add("--batch", type=positive, metavar="N", help="samples per rank and step (default: the model's)")

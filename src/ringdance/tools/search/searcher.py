@@ -177,7 +177,7 @@ class Searcher:
             return None if enough else Attempt(self.study)
 
     def _run(self, one: Attempt, place: Place) -> None:
-        """Run a trial until it exits or is pruned. If a signal arrives, end the trial, still unfinished."""
+        """Run a trial until it exits or is pruned. On a signal, end the trial and leave it unfinished."""
         slots = ",".join(str(number) for _, number in place)
         filled = fill(self.command, one.trial.params, one.directory, slots)
         launch = [] if self.launch is None else ["ringdance", "run", "-np", str(len(place)), *self.launch]
@@ -249,7 +249,7 @@ class Searcher:
             trial.set_user_attr("killed", not left)
             self._waiting.append(trial.number)
             return self._say(one, f"was killed and will start again: {reason}")
-        self._failed += bool(code or not one.reader.values)  # NaN or inf is normal if lr is too high
+        self._failed += bool(code or not one.reader.values)  # not NaN or inf, normal if lr is too high
         trial.set_user_attr("reason", reason)
         self.study.tell(trial, "FAIL")
         self._say(one, f"failed: {reason}")
