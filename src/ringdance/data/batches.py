@@ -15,11 +15,11 @@ from ringdance.errors import ArgumentError
 
 _READS = 4  # reading threads; this many concurrent reads keep a network file system busy
 Wait = Callable[[], list[Any]]
-"""Waits for what threads are preparing. Returns the batches."""
+"""Waits until threads have prepared the batches of a part, and returns these batches."""
 
 
 class Epoch:
-    """The rest of an epoch. Its batches are prepared in advance by its own threads.
+    """An iteration over the rest of an epoch, with threads that prepare its batches in advance.
 
     Attributes:
         plan: Decides which samples each batch gets.
@@ -40,7 +40,7 @@ class Epoch:
         self.planned = False  # True once all remaining work has been submitted to the threads
 
     def fill(self) -> None:
-        """Submit work up to the limit on batches prepared ahead."""
+        """Submit work until the limit on batches prepared ahead is reached."""
         while len(self._pending) < self._loader.ahead and not self.planned:
             if part := next(self._parts, None):
                 self._pending.append(self._loader.prepare(self, part))
@@ -48,7 +48,7 @@ class Epoch:
                 self.planned = True
 
     def next(self) -> list[Any]:
-        """Wait for the next batches and submit further work. Returns [] at the end."""
+        """Wait for the next batches and submit further work. Returns [] at the end, or if stopped."""
         if self.process != os.getpid():
             raise ArgumentError("A forked process cannot continue this iteration. Start a new one there.")
         if self.begun:
@@ -82,7 +82,7 @@ class Batches:
 
     Attributes:
         plan: Decides which samples each batch gets.
-        convert: Converts a batch of NumPy arrays to what is yielded.
+        convert: Called with each batch of NumPy arrays. Iteration yields its results.
     """
 
     thread_name = "ringdance-data"
@@ -95,20 +95,20 @@ class Batches:
         self._follow = plan.shuffle
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute. Drops the next epoch's batches, which were prepared without it."""
+        """Set an attribute. Drops the next epoch's batches, because they were prepared with the old value."""
         super().__setattr__(name, value)
         if not name.startswith("_") and getattr(self, "_following", None):
             self._drop_following()
 
     def set_epoch(self, epoch: int, position: int = 0) -> None:
-        """Set the epoch of the next iteration, and the position in its order at which it starts.
+        """Set the next iteration's epoch, and the position in the epoch's order at which to start.
 
         Args:
             epoch: Number of the epoch, from 0.
             position: The ``position`` of the last batch consumed, on any number of ranks.
 
         Raises:
-            ArgumentError: The epoch has fewer samples.
+            ArgumentError: The epoch has fewer than ``position`` samples.
         """
         self.plan.set_epoch(epoch, position)
 
@@ -121,7 +121,7 @@ class Batches:
         return len(self.plan)
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the remaining batches of the epoch. Leaving the loop early also stops its threads."""
+        """Yield the remaining batches of the epoch. The threads also stop if the loop is left early."""
         return map(self.convert, self.batches())
 
     def parts(self, epoch: Epoch) -> Iterator[Any]:
@@ -129,7 +129,11 @@ class Batches:
         return epoch.plan.batches()
 
     def prepare(self, epoch: Epoch, part: Any) -> Wait:
-        """Submit a part. Returns a function that waits for its batches, or [] if ``epoch`` was stopped."""
+        """Submit a part.
+
+        Returns:
+            A function that waits for the part's batches. It returns [] if ``epoch`` was stopped.
+        """
         raise NotImplementedError
 
     def batches(self) -> Iterator[Any]:
@@ -143,7 +147,7 @@ class Batches:
                     self._following = Epoch(self, epoch.plan.epoch + 1, 0)
                     self._following.begun = epoch.pool.submit(self._following.fill)
                 while batches:
-                    yield batches.pop(0)  # drops the reference, so that only the caller holds its memory
+                    yield batches.pop(0)  # drops the list's reference, so only the caller holds the batch
                     if epoch.stop.is_set():
                         return
             ended = True
@@ -157,13 +161,13 @@ class Batches:
                 self._drop_following()
 
     def _begun(self) -> Epoch:
-        """Return the epoch to iterate over: the one prepared in advance, if that matches."""
+        """Return the epoch to iterate over. Uses the epoch prepared in advance if it is the right one."""
         wanted = self.plan.epoch, self.plan.position
         following, self._following = self._following, None
         if following and following.process == os.getpid():
             if (following.plan.epoch, following.plan.position) == wanted:
                 return following
-            self._follow = False  # the caller uses another sequence of epochs
+            self._follow = False  # the caller does not simply continue with the next epoch
             following.end()
         return Epoch(self, *wanted)
 

@@ -1,7 +1,7 @@
 """A prepared data set: files that hold many images each, and an index that locates each image.
 
-A split ``train`` in a directory consists of its files (TFRecords or tars), of ``train.json``, which describes
-them, and of ``train.npy``, which has one row of dtype ``ROW`` per sample, in the order of the files. A row
+In a directory, the split ``train`` consists of its files (TFRecords or tars), ``train.json``, which describes
+them, and ``train.npy``, which has one row of dtype ``ROW`` per sample, in the order of the files. A row
 locates the encoded image itself, so reading a sample is a single ``pread`` in any format.
 """
 
@@ -110,7 +110,7 @@ class Dataset(Files):
     def will_need(self, first: int, stop: int) -> None:
         """Read consecutive samples into the page cache. Any thread may call it.
 
-        This does not use ``posix_fadvise``, because Linux then reads only about the first 128 KiB.
+        This does not use ``posix_fadvise``, because with it, Linux reads only about the first 128 KiB.
         """
         rows = self.rows[first:stop]
         for number in np.unique(rows["file"]).tolist():
@@ -132,7 +132,7 @@ class Dataset(Files):
 
 
 class _Descriptor:
-    """An open file descriptor, which is closed when its last reference is dropped."""
+    """An open file descriptor that is closed when the last reference to this object is dropped."""
 
     def __init__(self, number: int) -> None:
         self.number = number

@@ -30,7 +30,7 @@ def needed(module: str) -> ModuleType:
 
 
 def crc32c(data: bytes, crc: int = 0) -> int:
-    """Return the CRC-32C of ``data``. Pass the CRC-32C of preceding bytes to include these bytes."""
+    """Return the CRC-32C of ``data``. To include bytes that precede it, pass their CRC-32C as ``crc``."""
     return needed("google_crc32c").extend(crc, data)
 
 
@@ -40,7 +40,7 @@ def file_crc32c(path: Path) -> int:
 
 
 def file_crc32(path: Path) -> int:
-    """Return the CRC-32 of a file. Does not need an optional package."""
+    """Return the CRC-32 of a file. Unlike ``file_crc32c``, this needs no optional package."""
     return _file_checksum(path, zlib.crc32)
 
 
@@ -63,7 +63,7 @@ def why_not(error: Exception, directory: Path) -> str:
 
 
 class ShardWriter(contextlib.AbstractContextManager["ShardWriter"]):
-    """A file that appears under its name only when it is complete and on disk.
+    """Writes a file that appears under its final name only once it is complete and on disk.
 
     Args:
         path: Final path.
@@ -94,7 +94,8 @@ class ShardWriter(contextlib.AbstractContextManager["ShardWriter"]):
         """Wait until the file is on disk and rename it to its final name. After an error, remove it.
 
         Raises:
-            OSError: The file could not be written, for example because the disk is full. Names the file.
+            OSError: The file could not be written, for example because the disk is full. The message has its
+                name.
         """
         self._whole.__exit__(kind, error, trace)
 

@@ -1,7 +1,7 @@
 """Decode an image, and resize a part of it to a square in a batch.
 
 Resizing is antialiased where it matters. It uses OpenCV if it is installed, and otherwise Pillow, which is
-slower. Both, and simplejpeg, release the GIL while they work.
+slower. These libraries and simplejpeg release the GIL while they work.
 """
 
 from __future__ import annotations
@@ -32,18 +32,19 @@ except ImportError:
 
 Pixels = np.ndarray[Any, np.dtype[np.uint8]]
 
-# For shrinking by less than this, plain bilinear is as close to Lanczos as an antialiased filter.
+# When shrinking by less than this factor, plain bilinear interpolation is as close to Lanczos as an
+# antialiased filter would be.
 _SMOOTH = 1.5
 
 
 def decode_into(out: Pixels, data: bytes, draw: Draws | None = None) -> None:
-    """Decode, crop and resize an image into ``out``, and flip it at random.
+    """Decode, crop and resize an image into ``out``. Flips it at random if ``draw`` is given.
 
     Args:
         out: Shape (size, size, 3), contiguous.
         data: JPEG, or any format that Pillow reads (see ``as_rgb``). EXIF rotation is not applied here:
             ``ringdance data prepare`` has already applied it.
-        draw: Random numbers, for a random part that is flipped at random. If None, take the center.
+        draw: Random numbers that decide which part to take and whether to flip it. If None, take the center.
 
     Raises:
         ArgumentError: The image is broken.
@@ -89,7 +90,7 @@ def _part(data: bytes, size: int, draw: Draws | None) -> tuple[Pixels, bool]:
 
 
 def _jpeg(data: bytes, width: int, height: int, box: Box, size: int) -> Pixels:
-    """Decode a JPEG, at half size or less if the part still has enough pixels."""
+    """Decode a JPEG, at half its size or less if the part then still has enough pixels."""
     shrink = min(box[2] - box[0], box[3] - box[1]) / size
     least = (math.ceil(height / shrink), math.ceil(width / shrink)) if shrink >= 2 else (0, 0)
     try:
@@ -107,10 +108,10 @@ def _any_format(data: bytes) -> Pixels:
 
 
 def as_rgb(image: Image.Image) -> Image.Image:
-    """Convert an image of any mode to RGB. Scales 16 bits to 8, and puts transparent pixels over white.
+    """Convert an image of any mode to RGB. Scales 16 bits to 8, and composites transparent pixels over white.
 
     Raises:
-        ValueError: The value range is unknown, as for 32-bit integers or floats.
+        ValueError: The range of pixel values is unknown, as it is for 32-bit integers or floats.
     """
     if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG"):
         return Image.fromarray(np.rint(np.asarray(image) / 257).astype(np.uint8)).convert("RGB")

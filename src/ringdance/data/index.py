@@ -1,4 +1,4 @@
-"""The index of a split, ``train.json`` and ``train.npy``: write it, and read and check it."""
+"""Write, read and check the index of a split: ``train.json`` and ``train.npy``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ringdance.errors import ArgumentError
 
 IMAGES, TABLE = "images", "table"
 """Kinds of data sets."""
-_OPENED_BY = {IMAGES: "images: ringdance.data.Dataset", TABLE: "a table: ringdance.data.Table"}
+_OPENED_BY = {IMAGES: "images. Use ringdance.data.Dataset", TABLE: "a table. Use ringdance.data.Table"}
 _OWN_CHECKSUM, _NPY_CHECKSUM = "crc32", "npy_crc32"
 _NO_INDEX = (ValueError, RecursionError, AttributeError, TypeError, KeyError)
 
@@ -25,14 +25,14 @@ def write_index(path: Path, about: dict[str, Any], array: np.ndarray[Any, Any] |
 
     Args:
         path: The JSON file.
-        about: Contents: "kind", "format", "files", and any entries specific to the kind.
-        array: Contents of the ``.npy`` file of the same name. If None, that file is not written.
+        about: Contents of the JSON file: "kind", "format", "files", and any entries specific to the kind.
+        array: Contents of the ``.npy`` file with the same name. If None, that file is not written.
     """
     with ShardWriter(path) as index, ExitStack() as stack:
         if array is not None:
             other = stack.enter_context(ShardWriter(path.with_suffix(".npy")))
             other.write(data := npy(array))
-            other.sync()  # before either is renamed, so that a full disk leaves both or neither
+            other.sync()  # before either file is renamed, so a full disk cannot replace only one
             about = about | {_NPY_CHECKSUM: zlib.crc32(data)}
         about = about | {_OWN_CHECKSUM: _checksum(about)}
         index.write(json.dumps(about, indent=1).encode() + b"\n")
@@ -40,7 +40,7 @@ def write_index(path: Path, about: dict[str, Any], array: np.ndarray[Any, Any] |
 
 
 def _checksum(about: dict[str, Any]) -> int:
-    """Return the CRC-32 of an index's JSON in canonical form. Loaders can compute it without a package."""
+    """Return the CRC-32 of an index's JSON in canonical form. Loaders need no other package for it."""
     return zlib.crc32(json.dumps(about, sort_keys=True).encode())
 
 
@@ -49,7 +49,7 @@ def read_json(path: Path, kind: str = "") -> dict[str, Any]:
 
     Args:
         path: Path of the file.
-        kind: The kind it must have. "" accepts any.
+        kind: Required kind of data set. "" accepts any.
 
     Raises:
         ArgumentError: The index is missing, damaged or of another kind.
@@ -64,7 +64,7 @@ def read_json(path: Path, kind: str = "") -> dict[str, Any]:
     if checksum != _checksum(about):
         raise damaged(path, "its checksum does not match")
     if kind and about["kind"] != kind:
-        raise ArgumentError(f"{path} is the index of {_OPENED_BY[about['kind']]} opens it.")
+        raise ArgumentError(f"{path} is the index of {_OPENED_BY[about['kind']]} to open it.")
     return about
 
 
@@ -106,15 +106,15 @@ def read_npy(path: Path) -> np.ndarray[Any, Any]:
     except Exception as error:  # the header is a Python literal: if damaged, parsing may raise any error
         raise damaged(path, " ".join(str(error).split())) from None
     if array.ndim != 1:
-        raise damaged(path, f"it has {array.ndim} dimensions, not 1")
+        raise damaged(path, f"it has {array.ndim} dimensions, but must have one")
     return array
 
 
 def damaged(path: Path, why: str) -> ArgumentError:
     """Return the error for a damaged index."""
     return ArgumentError(
-        f"{path} is damaged: {why}. Copy it again, or write it again: `ringdance data prepare` with "
-        f"--overwrite, or for files that others made `ringdance data index {path.parent}`"
+        f"{path} is damaged: {why}. Copy it again, or write it again with `ringdance data prepare` and "
+        f"--overwrite, or for files from other tools with `ringdance data index {path.parent}`"
     )
 
 
@@ -123,10 +123,10 @@ def _missing(directory: Path, split: str) -> ArgumentError:
     others = sorted(path.stem for path in directory.glob("*.json") if is_index(path))
     begun = [path for name in (f"{split}.json", "run.*") for path in directory.glob(f".prepare/{name}")]
     if (directory / f"{split}.npy").exists():
-        return damaged(directory / f"{split}.json", f"it is missing, but {split}.npy is there")
+        return damaged(directory / f"{split}.json", f"it is missing, but {split}.npy exists")
     if begun or ((directory / ".prepare/criteo.json").exists() and not others):
         hint = "`ringdance data prepare` was interrupted here: run the same command again to resume"
     else:
-        maker = "`ringdance data prepare` makes one, or `ringdance data index DIR` for files that others made"
+        maker = "Use `ringdance data prepare`, or `ringdance data index DIR` if other tools made the files"
         hint = f"It has {', '.join(others)}" if others else maker
     return ArgumentError(f"{directory}: no index of {split!r} ({split}.json is missing). {hint}.")

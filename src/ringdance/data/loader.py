@@ -1,4 +1,4 @@
-"""Batches of decoded images in an epoch's order. Threads prepare them ahead of the training.
+"""Batches of decoded images in an epoch's order. Threads prepare the batches ahead of training.
 
 A global batch is what all ranks together consume in one step: the next ``batch_size * size`` samples in the
 epoch's order. It is divided among the ranks into blocks whose sizes differ by at most one sample. After any
@@ -33,12 +33,12 @@ class Batch:
     """One rank's share of a global batch.
 
     Attributes:
-        images: Shape (n, size, size, 3), uint8, RGB.
+        images: Shape (n, image_size, image_size, 3), uint8, RGB.
         labels: Shape (n,), int64.
         indices: Shape (n,), int64. The samples' numbers in the data set, or -1 for padding.
-        weight: Factor for this rank's mean loss: ``n * size / count``. The average of the weighted losses
-            over all ranks is then the mean over all samples in the global batch. 0 on a rank without samples,
-            whose batch consists of one padding row.
+        weight: Factor for this rank's mean loss: ``n * size / count`` on ``size`` ranks. The average of the
+            weighted losses over all ranks is then the mean over all samples in the global batch. 0 on a rank
+            without samples, whose batch consists of one padding row.
         position: Number of the epoch's samples that all ranks together have consumed after this batch.
         count: Number of samples in the global batch.
     """
@@ -52,7 +52,7 @@ class Batch:
 
 
 class Source(Protocol):
-    """The interface that a loader reads from, such as ``ringdance.data.Dataset``."""
+    """The interface of data sets that a loader can read. ``ringdance.data.Dataset`` implements it."""
 
     rows: Any
 
@@ -65,7 +65,7 @@ _READ_AHEAD = 4  # batches between the start of reading a piece and decoding its
 
 
 def piece_of(dataset: Any, read_bytes: int | None) -> int:
-    """Return how many samples to read at once, or 0 for each separately. Must be the same on all ranks."""
+    """Return the number of samples per read, or 0 to read each separately. Must be equal on all ranks."""
     if not hasattr(dataset, "will_need") or not len(dataset):
         return 0
     size = max(1, sum(file.size for file in dataset.files))
@@ -92,8 +92,8 @@ class Loader(ImageBatches):
     """Decoded batches of a data set. Each iteration yields the rest of the current epoch.
 
     Args:
-        dataset: A ``ringdance.data.Dataset``, or any object with its ``len``, ``read`` and
-            ``rows["label"]``. For ``read_bytes`` it also needs ``files`` and ``will_need``.
+        dataset: A ``ringdance.data.Dataset``, or any object that has a ``len``, ``read`` and
+            ``rows["label"]`` like it. For ``read_bytes``, it also needs ``files`` and ``will_need``.
         batch_size: Images per batch on each rank.
         image_size: Height and width, in pixels.
         augment: If True, take a random part of each image and flip it at random. Otherwise take the center.
@@ -106,21 +106,23 @@ class Loader(ImageBatches):
         size: Number of ranks.
         threads: Number of decoding threads. Defaults to one per core of this process.
         prefetch: Number of batches to prepare ahead.
-        drop_last: If True, skip an epoch's last global batch if it is short: a step with few samples has
-            a noisy gradient at the full learning rate. Which samples are skipped changes with the order.
-        read_bytes: Bytes to read from a file at once if the order is shuffled. See Note [Order by pieces].
+        drop_last: If True, skip an epoch's last global batch if it is short, because a step with few
+            samples has a noisy gradient at the full learning rate. Which samples are skipped depends on the
+            epoch's order.
+        read_bytes: Bytes per read from a file if the order is shuffled. See Note [Order by pieces].
             If 0, each image is read separately, and all orders are equally likely. Defaults to 2 MiB for
             data sets larger than 16 GiB, which may not fit in memory, and to 0 for smaller ones.
 
     Attributes:
-        piece: Number of samples that are read at once. 0 if each is read separately.
+        piece: Number of samples that are read together. 0 if each is read separately.
         memory: Function that allocates the array for a batch's images, given its shape.
 
-    The batches depend on the arguments only, not on the threads or their speed: a sample's augmentation is
-    drawn from ``seed``, the epoch and the sample's number.
+    The batches do not depend on the number of threads or their speed: a sample's augmentation is drawn from
+    ``seed``, the epoch and the sample's number.
 
     Raises:
-        ArgumentError: An argument is wrong. When iterating: an image is broken (names the sample and file).
+        ArgumentError: An argument is invalid. During iteration: an image is broken. The message names the
+            sample and the file.
     """
 
     def __init__(
@@ -148,7 +150,7 @@ class Loader(ImageBatches):
     thread_name = "ringdance-decode"
 
     def parts(self, epoch: Epoch) -> Iterator[Any]:
-        """Yield an epoch's batches. Threads start to read their pieces some batches earlier."""
+        """Yield an epoch's batches. Threads start reading a batch's pieces a few batches earlier."""
         waiting: deque[Any] = deque()
         requested: set[int] = set()
         for part in epoch.plan.batches():
@@ -160,7 +162,7 @@ class Loader(ImageBatches):
         yield from waiting
 
     def _read_ahead(self, epoch: Epoch, numbers: Indices, known: set[int]) -> None:
-        """Start reading the samples' pieces, except for those in ``known``, and add them to ``known``."""
+        """Start reading the samples' pieces that are not in ``known`` yet, and add them to ``known``."""
         if not epoch.plan.shuffle:  # the samples are consecutive
             epoch.reads.submit(self._read_piece, epoch, int(numbers[0]), int(numbers[-1]) + 1)
             return
@@ -169,8 +171,8 @@ class Loader(ImageBatches):
             epoch.reads.submit(self._read_piece, epoch, piece * self.piece, (piece + 1) * self.piece)
 
     def _read_piece(self, epoch: Epoch, first: int, stop: int) -> None:
-        """Read some samples into the page cache. Errors are reported later, when they are decoded."""
-        # When the interpreter exits, it waits for all submitted work, even if the results are not needed.
+        """Read some samples into the page cache. Errors are reported later, when the samples are decoded."""
+        # At exit, the interpreter waits for all submitted work, even if nobody needs the results anymore.
         if not (epoch.stop.is_set() or getattr(concurrent.futures.thread, "_shutdown", False)):
             self.dataset.will_need(first, stop)
 
@@ -210,7 +212,7 @@ class Loader(ImageBatches):
         return _batch(images, self.dataset.rows["label"][numbers], numbers, weight, position, count)
 
     def load(self, out: Array, number: int, epoch: int) -> None:
-        """Decode one sample into ``out``, shape (image_size, image_size, 3), as in the given epoch."""
+        """Decode one sample into ``out``, shape (image_size, image_size, 3), augmented as in that epoch."""
         draw = Draws(self.plan.seed, epoch, number)
         try:
             self._decode(out, self.dataset.read(number), draw if self.augment else None)
@@ -228,7 +230,7 @@ class Loader(ImageBatches):
 
 @dataclass(frozen=True)
 class Synthetic:
-    """Replaces a data set if only the training speed matters. See ``SyntheticLoader``.
+    """A stand-in for a data set if only the training speed matters. See ``SyntheticLoader``.
 
     Attributes:
         samples: Samples per epoch.

@@ -19,13 +19,14 @@ _SHARE, _MOST = 4, 4096  # each split may use a quarter of the limit, but at mos
 class OpenFiles(Generic[T]):
     """Keeps the most recently used files open. Any thread may call it.
 
-    A file is closed by the last thread that uses it. If it is dropped here while a thread uses it, it stays
-    open until that thread is done.
+    If a file is dropped from the cache while threads are using it, it stays open until the last of them is
+    done.
 
     Args:
         name: Returns a file's path, given its number.
-        open: Opens a file, given its number and path. The file must close when its last reference is gone.
-        count: Number of files. If the process may not open all of them, its soft limit is raised.
+        open: Opens a file, given its number and path. The result must close the file when its last
+            reference is dropped.
+        count: Number of files. If the process may not open that many, its soft limit is raised.
     """
 
     def __init__(self, name: Callable[[int], Path], open: Callable[[int, Path], T], count: int) -> None:
@@ -57,7 +58,7 @@ class OpenFiles(Generic[T]):
 
 
 class Files:
-    """A split with open files. Each process opens its own."""
+    """Base class of splits that keep files open. Each process opens the files itself."""
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state to pickle or copy, without the open files."""
@@ -69,8 +70,8 @@ def _fix(error: OSError) -> str:
         limit = raise_open_files(0)
         return (
             f"The limit of this process is {limit} (`ulimit -n`), and no file of this data set is open. "
-            f"Raise the limit, or look in /proc/{os.getpid()}/fd for what holds files open."
+            f"Raise the limit, or look in /proc/{os.getpid()}/fd to see which files are open."
         )
     if error.errno == errno.ENOENT:
-        return "The index names it. Is the copy of the data complete?"
-    return "The index names it. Can this user read it on this host?"
+        return "The index lists it. Is the copy of the data complete?"
+    return "The index lists it. Can this user read it on this host?"

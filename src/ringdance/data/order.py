@@ -1,4 +1,4 @@
-"""The order of the samples in an epoch, and its global batches, divided among the ranks."""
+"""Choose the order of an epoch's samples, and divide its global batches among the ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from ringdance.errors import ArgumentError
 
 Indices = np.ndarray[Any, np.dtype[np.int64]]
-SEEDS = 1 << 32  # Seeds that NumPy's frozen generator accepts. It draws the same numbers in all versions.
+SEEDS = 1 << 32  # Number of seeds of NumPy's frozen generator, which draws the same numbers in all versions.
 
 
 def permutation(length: int, seed: int, epoch: int) -> Indices:
@@ -26,12 +26,12 @@ def permutation(length: int, seed: int, epoch: int) -> Indices:
 
 
 # Note [Order by pieces]
-# A piece is a run of consecutive samples in a file, read at once. The pieces are shuffled and dealt out to
+# A piece is a run of consecutive samples in a file, read together. The pieces are shuffled and dealt out to
 # lanes. Within a lane, each sample gets a random place within _MIXED pieces, so the samples of neighboring
 # pieces mix. The order of the epoch takes one sample from each lane in turn. A global batch therefore has
 # samples from all lanes, hence from 64 * 4 pieces. It is sorted by lane before it is divided among the ranks,
 # so that each host reads few pieces that other hosts also read. The order and the lanes do not depend on
-# the number of ranks, so an epoch can continue with any number. With more hosts than lanes, several hosts
+# the number of ranks, so an epoch can continue with another number. With more hosts than lanes, several hosts
 # read the same piece. A piece stays in the page cache until all its samples are used: over all hosts that is
 # 64 * 4 pieces, or 0.5 GB at 2 MiB each. If memory cannot hold a piece that long, it is read again, sample by
 # sample.
@@ -81,9 +81,10 @@ class BatchPlan:
         seed: Seed of the order, 0 to 2**32 - 1.
         rank: This process's rank.
         size: Number of ranks.
-        block: Consecutive samples that stay together, in their order, when the data set is shuffled.
+        block: Number of consecutive samples that stay together, in order, when the data set is shuffled.
         drop_last: If True, skip an epoch's last global batch if it is short.
-        piece: Consecutive samples that are read at once but mixed with others. If 0, each is read separately.
+        piece: Number of consecutive samples that are read together but mixed with others in the order. If 0,
+            each sample is read separately.
     """
 
     def __init__(
@@ -114,7 +115,7 @@ class BatchPlan:
             position: The ``position`` of the last batch consumed, on any number of ranks.
 
         Raises:
-            ArgumentError: The epoch has fewer samples, or its number is out of range.
+            ArgumentError: The epoch has fewer than ``position`` samples, or its number is out of range.
         """
         if not 0 <= epoch < SEEDS:
             raise ArgumentError(f"epoch={epoch} is out of range. Use an integer from 0 to 2**32 - 1.")
@@ -137,7 +138,7 @@ class BatchPlan:
 
     @property
     def end(self) -> int:
-        """The position at which the epoch ends: the number of samples, without those that are skipped."""
+        """The position at which the epoch ends: the number of samples, not counting skipped ones."""
         left = (self.length - self.position) % self.whole if self.drop_last else 0
         return self.length - left
 
@@ -176,7 +177,7 @@ class BatchPlan:
 
 
 class _Blocks:
-    """The order of the samples, derived from the order of their blocks. Uses memory for the blocks only."""
+    """The order of the samples, derived from the order of their blocks. Needs memory only for the blocks."""
 
     def __init__(self, order: Indices, block: int, length: int) -> None:
         sizes = np.minimum(block, length - order * block)

@@ -27,7 +27,7 @@ Value = bytes | int
 
 
 def masked(crc: int) -> int:
-    """Mask a CRC-32C as records store it."""
+    """Mask a CRC-32C. TFRecord files store only masked CRCs."""
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
@@ -46,7 +46,7 @@ def features(sample: Sample) -> dict[str, Value]:
 
 
 def encode(features: Mapping[str, Value], name: str, data: bytes) -> bytes:
-    """Encode an Example up to, but excluding, the bytes ``data`` of its last feature ``name``."""
+    """Encode an Example up to, but not including, the bytes ``data`` of its last feature ``name``."""
     body = b"".join(_feature(key, value) for key, value in sorted(features.items()))
     body += entry(name, BYTES_LIST, len(data))
     return delimiter(1, len(body) + len(data)) + body
@@ -60,12 +60,12 @@ def _feature(name: str, value: Value) -> bytes:
 
 @lru_cache(maxsize=4096)
 def entry(name: str, kind: int, size: int) -> bytes:
-    """Encode an entry in an Example's map up to, but excluding, its value of ``size`` bytes.
+    """Encode an entry in an Example's map up to, but not including, its value of ``size`` bytes.
 
     Args:
         name: Name of the feature.
         kind: Field of tf.train.Feature, such as ``BYTES_LIST``. Numbers are packed.
-        size: Size in bytes of the one string, or of all numbers.
+        size: Size in bytes of the value: a single string, or all packed numbers.
     """
     feature = delimiter(1, size)
     feature = delimiter(kind, len(feature) + size) + feature
@@ -127,7 +127,7 @@ def is_head(head: bytes) -> bool:
 
 
 def parse(data: bytes) -> dict[str, tuple[Value | float, int]]:
-    """Return the first value of each feature of an Example, and its offset in ``data``.
+    """Return the first value of each feature in an Example, with the value's offset in ``data``.
 
     Raises:
         ArgumentError: The data is not an Example.

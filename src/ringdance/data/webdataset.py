@@ -18,7 +18,7 @@ def write(shard: ShardWriter, sample: Sample, key: str) -> int:
 
 
 def key_of(sample: Sample) -> str:
-    """Return a sample's name in a tar. It has no dots, because the suffix starts at the first one."""
+    """Return a sample's name in a tar. It has no dots, because WebDataset splits names at the first dot."""
     name = sample.name.rpartition("/")[2].rpartition(".")[0] or sample.name
     directory = f"{sample.synset}/" if sample.synset else ""
     return (directory + name).replace(".", "_")

@@ -29,10 +29,10 @@ def write_shard(path: Path, format: str, samples: Iterable[Sample]) -> tuple[Sha
     Args:
         path: Path of the file.
         format: "tfrecord" or "webdataset".
-        samples: The samples, in their order.
+        samples: The samples, in the order in which to write them.
 
     Returns:
-        The file, and its rows with file number 0.
+        The file, and its rows with 0 as the file number.
     """
     rows: list[tuple[int, int, int, int]] = []
     keys: set[str] = set()

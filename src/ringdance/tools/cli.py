@@ -44,7 +44,7 @@ _COMMANDS = {
         "bench": ("ringdance.tools.bench.cli", "measure what limits training, and how it scales over ranks"),
     },
     "tune and predict": {
-        "plan": ("ringdance.tools.plan.cli", "predict speed, hours and money on other machines"),
+        "plan": ("ringdance.tools.plan.cli", "predict speed, duration and cost on other machines"),
         "tune": ("ringdance.tools.tune", "find the best threads and ranks per host on CPUs"),
     },
     "data and hosts": {
@@ -56,7 +56,7 @@ _COMMANDS = {
         "sagemaker": ("ringdance.submit.sagemaker.cli", "start training jobs on Amazon SageMaker"),
     },
 }
-"""Commands in groups: the module with their ``main`` or the named function, and their help."""
+"""Commands in groups. Each has a module, whose ``main`` or named function runs it, and its help."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -122,7 +122,7 @@ def settings(argv: Sequence[str]) -> int:
         prog="ringdance settings",
         description="Show every setting as a script started from this shell would see it.",
     )
-    parser.add_argument("--changed", action="store_true", help="only those that differ from the default")
+    parser.add_argument("--changed", action="store_true", help="only settings that differ from the default")
     return as_program("ringdance settings", lambda: _settings(parser.parse_args(list(argv)).changed))
 
 

@@ -29,7 +29,7 @@ examples:
   ringdance data prepare coco /data/coco /fast/coco   check boxes and masks
   ringdance data verify /fast/imagenet --decode       check checksums and images
   ringdance data info /fast/imagenet                  show splits, classes, sizes
-  ringdance data index /data/tfrecords                index TFRecords or tars made by others
+  ringdance data index /data/tfrecords                index TFRecords or tars from other tools
   ringdance data generate criteo /fast/planted        generate click logs to try training with
 
 Requires the package google-crc32c, and pillow and simplejpeg for images or pyarrow for click logs.
@@ -43,7 +43,7 @@ exit code: 0; 3 if broken items were left out; 2 on errors"""
 _PREPARE = """\
 SRC is one of these. Classes are numbered from 0 in the order of their names.
   class directories        SRC/n01440764/*.JPEG, or SRC/train/n01440764/*.JPEG and SRC/val/n01440764/*.JPEG;
-                           also training, valid and validation, in any case. Other splits are only reported.
+                           also training, valid and validation, in any case. Others are reported, not read.
   Kaggle's archive         the directory above ILSVRC, or ILSVRC, Data or CLS-LOC in it. The labels of val
                            come from LOC_val_solution.csv.
   official files           ILSVRC2012_img_train.tar and ILSVRC2012_img_val.tar. The labels of val come from a
@@ -55,17 +55,17 @@ examples:
   ringdance data prepare imagenet /data/flowers /fast/flowers --format webdataset --split train
   ringdance data prepare imagenet /data/ILSVRC /shared/imagenet-256 --resize 256
 
-Images are copied byte for byte, except that --resize shrinks larger ones, EXIF rotation is applied, and any
-other than JPEG in RGB or gray are converted (CMYK; PNG, where 16 bits become 8 and transparent pixels become
+Images are copied byte for byte, except that --resize shrinks larger ones, EXIF rotation is applied, and all
+but JPEGs in RGB or gray are converted (CMYK; PNG, where 16 bits become 8 and transparent pixels become
 white). Damaged images are left out. DST/SPLIT.problems.tsv lists both converted and damaged images.
 """ + _RESUMED
 _PREPARE_CLICKS = """\
 SRC, optionally compressed as .gz, .bz2, .xz or .zst:
   Criteo's files           train.txt, day_0 to day_23, or CSV: label, 13 numbers, 26 categories, separated by
                            tabs or commas, with or without a header line; or Parquet with these column names
-  LibSVM, TFRecords, .npy  a label with pairs of id and value; TFRecords and .npy as written here
+  LibSVM, TFRecords, .npy  a label with pairs of id and value; TFRecords and .npy as written by this command
   a directory of these     files whose names begin with "test" are reported, not read. A prepared directory
-                           gives both splits.
+                           provides both splits.
 
 Categories become ids below --table-size by hashing, and numbers x become log1p(x). Rows are shuffled across
 all files, always in the same way, by hashes in two passes. This takes as much extra disk space as the result.
@@ -78,14 +78,14 @@ examples:
 """ + _RESUMED
 _PREPARE_COCO = """\
 SRC has COCO's layout: SRC/annotations/instances_SPLIT.json, with the images in SRC/SPLIT. DST gets the same
-layout: the annotations without broken entries, and a link to the images, which are only read. The recipe
-`detection` trains on either.
+layout: the annotations without broken entries, and a link to the images, which are not changed. The recipe
+`detection` can train on SRC or DST.
 
 These are left out, and listed in DST/SPLIT.problems.tsv with the reason: images that are missing, cannot be
 decoded, or differ from their stated size, with all their annotations; boxes without area or outside the
 image; polygons that are not three or more pairs of numbers (a smaller one next to others is dropped), or
 lie far outside; run lengths for a different number of pixels; unknown categories or images; entries that
-repeat the id of an earlier one. An empty outline counts as none. EXIF rotation is not applied, as in COCO's
+repeat the id of an earlier one. An empty outline is ignored. EXIF rotation is not applied, as in COCO's
 own tools. Results of earlier calls in DST are replaced.
 
 examples:
@@ -102,7 +102,7 @@ example:
 
 exit code: 0 if everything is correct, otherwise 1"""
 _INDEX = """\
-Writes DIR/SPLIT.json and DIR/SPLIT.npy. Other files are only read. Afterwards, DIR works like any data set.
+Writes DIR/SPLIT.json and DIR/SPLIT.npy. Other files are not changed. Afterwards, DIR works like any data set.
 TFRecords need an image in image/encoded (or image) and a label in image/class/label (or label), as written
 by TensorFlow's scripts and TFDS. Tars need KEY.jpg (or another image) with KEY.cls, or KEY.json with "label".
 The file names decide the split: train, validation or test. Unusable samples are left out, counted, and
@@ -115,11 +115,11 @@ examples:
 exit code: 0; 3 if samples were left out; 2 on errors"""
 
 _GENERATE = """\
-Rows like Criteo's: 13 numbers, 26 columns of 3 to 10 million categories with a power law, and missing
-values. Clicks (a quarter of the rows) are drawn from a known probability that depends on single columns and
-on pairs of columns, so a factorization machine does better than a linear model. The command prints the AUC
-of that probability: no model can do better on these rows. For other formats or more files, pass DST to
-`ringdance data prepare criteo`.
+Rows like Criteo's: 13 numbers, 26 columns of 3 to 10 million categories that follow a power law, and
+missing values. Clicks (a quarter of the rows) are drawn from a known probability that depends on single
+columns and on pairs of columns, so a factorization machine does better than a linear model. The command
+prints the AUC of that probability: no model can do better on these rows. For other formats or more files,
+pass DST to `ringdance data prepare criteo`.
 
 example:
   ringdance data generate criteo /fast/planted --rows 2000000 --validation 0.1"""
@@ -152,13 +152,13 @@ def _add_images(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("source", type=_absolute, metavar="SRC", help="directory with the images or tars, see below")
     add("--format", choices=tuple(ENDINGS), default="tfrecord", help="default: tfrecord")
-    text = "files for train; validation gets an eighth as many (default: about 134 MB each)"
+    text = "number of files for train; validation gets an eighth of it (default: about 134 MB each)"
     add("--shards", type=positive, default=0, metavar="N", help=text)
     text = "shrink larger images to a shorter side of S pixels, encoded again with quality 95"
     add("--resize", type=positive, default=0, metavar="S", help=text)
-    text = "only this split; class directories without train and val become it (default: all; train)"
+    text = "only this split; if SRC has no splits, the name of its split (default: all; train)"
     add("--split", choices=tuple(SPLITS), action="append", default=[], help=text)
-    add("--labels", type=Path, metavar="FILE", help="labels of validation (default: a file next to them)")
+    add("--labels", type=Path, metavar="FILE", help="labels of validation (default: a file near the images)")
     text = "maximum number of broken images to leave out (default: one in a hundred)"
     add("--max-broken", type=int, metavar="N", help=text)
     add("--overwrite", action="store_true", help="remove these splits from DST and start again")
@@ -176,7 +176,7 @@ def _add_coco(parser: argparse.ArgumentParser) -> None:
     add("source", type=_absolute, metavar="SRC", help="directory in COCO's layout, see below")
     text = "only this split, such as train2017 (default: all in SRC/annotations)"
     add("--split", action="append", default=[], metavar="SPLIT", help=text)
-    text = "maximum broken items to leave out of a split (default: a hundredth of its annotations)"
+    text = "maximum number of broken items to leave out of a split (default: a hundredth of its annotations)"
     add("--max-broken", type=int, metavar="N", help=text)
 
 
@@ -212,20 +212,20 @@ def _add_clicks(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     text = "files, or a directory with files, see below"
     add("source", type=_absolute, nargs="+", metavar="SRC", help=text)
-    text = "default: rows, which needs no parsing in training"
+    text = "default: rows, which training can read without parsing"
     add("--format", choices=tuple(ENDS), default="rows", help=text)
     add("--shards", type=positive, default=0, metavar="N", help="files for train (default: 268 MB each)")
     _add_table_size(parser)
     text = "share of the rows for the validation split, such as 0.1, or its files (default: none)"
     add("--validation", type=_share_or_path, default=0.0, metavar="SHARE|SRC", help=text)
-    add("--max-broken", type=int, metavar="N", help="broken rows to leave out (default: one in a hundred)")
+    add("--max-broken", type=int, metavar="N", help="broken rows to allow (default: one in a hundred)")
     add("--chunk", type=float, default=0, help=argparse.SUPPRESS)  # in MB; for tests
     add("--overwrite", action="store_true", help="remove the data set in DST and start again")
     _add_processes(parser)
 
 
 def _add_table_size(parser: argparse.ArgumentParser) -> None:
-    text = "rows in the embedding table; ids are below it (default: 1000000)"
+    text = "rows in the embedding table; all ids are below this (default: 1000000)"
     parser.add_argument("--table-size", type=positive, default=1_000_000, metavar="H", help=text)
 
 
@@ -234,7 +234,7 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     add("dataset", choices=("criteo",), help="the columns to generate")
     add("destination", type=Path, metavar="DST", help="directory of the data set")
     add("--rows", type=positive, default=2_000_000, metavar="N", help="rows in all splits (default: 2000000)")
-    text = "day; each has different rows with the same click probability (default: 0)"
+    text = "number of the day; each has different rows with the same click probability (default: 0)"
     add("--day", type=int, default=0, metavar="N", help=text)
     _add_table_size(parser)
     text = "share of the rows for the validation split, such as 0.1 (default: none)"
@@ -257,7 +257,7 @@ _SUBCOMMANDS = {
     ),
     "index": Subcommand(
         lambda arguments: LEFT_OUT * bool(index(arguments)),
-        "write an index for TFRecords or tars made by others", _add_index, _INDEX,
+        "write an index for TFRecords or tars from other tools", _add_index, _INDEX,
     ),
     "generate": Subcommand(
         generate, "write click logs whose best possible AUC is known", _add_generate, _GENERATE

@@ -28,7 +28,7 @@ from ringdance.tools.hosts.host_set import add_arguments, host_set
 
 _EPILOG = """\
 examples:
-  ringdance explain                  the job that runs on this machine
+  ringdance explain                  the only job running on this machine
   ringdance explain 3f2a91c0         one of several jobs, by its ID or the process ID of a rank or of mpiexec
   ringdance explain --stacks         with the stacks of all threads
   ringdance explain -H node1,node2   a job on several hosts
@@ -88,7 +88,7 @@ def main(argv: Sequence[str]) -> int:
     """Run ``ringdance explain`` with the arguments ``argv``. Returns the exit code."""
     parser = Parser(
         prog="ringdance explain",
-        description="Show what each rank of a job does, and which rank the others wait for.",
+        description="Show what each rank of a job is doing, and which rank the others are waiting for.",
         epilog=_EPILOG,
     )
     text = "ID of a job, or of a process in it (default: the only job on this machine)"
@@ -152,13 +152,13 @@ def _only_job(ranks: list[_Rank], target: str) -> list[_Rank]:
         known = [job for job in [*records.load_all(), *records.without_record()] if job.job in jobs]
         others = [f"{job}: started by another launcher" for job in sorted(jobs - {own.job for own in known})]
         lines = "\n  ".join([*(own.about for own in known), *others])
-        raise LaunchError(f"several jobs run here. Name one of them:\n  {lines}")
+        raise LaunchError(f"several jobs are running here. Name one of them:\n  {lines}")
     here = f"on {os.uname().nodename}"
     if not target:
         raise LaunchError(f"none of your jobs has a rank {here}. Use -H to look at other hosts")
     record = records.find(target)
     state = {"ended": "it has ended", "lost": "its launcher was killed"}.get(
-        record.state, f"it runs on {', '.join(record.hosts)}, which you can name with -H"
+        record.state, f"it is running on {', '.join(record.hosts)}. To look there, use -H"
     )
     advice = f"`ringdance attach {record.short}` shows its output"
     raise LaunchError(f"job {record.short} has no ranks {here}: {state}. {advice}")
@@ -241,7 +241,7 @@ def _explain_job(ranks: list[_Rank], stacks: bool) -> Iterator[str]:
         yield from (rank.stacks.splitlines() if stacks else [f"    {frame}" for frame in rank.frames])
     missing = sorted(set(range(ranks[0].size)) - {rank.number for rank in ranks})
     if missing:
-        yield f"Not seen: {_named(missing)}. They have exited, or are on hosts that -H does not name."
+        yield f"Not seen: {_named(missing)}. They have exited, or are on hosts that -H does not list."
     yield _culprit(ranks, missing)
 
 
@@ -256,7 +256,7 @@ def _culprit(ranks: list[_Rank], missing: list[int]) -> str:
     if not waiting and early:
         return f"All ranks must call init(). Not yet called by {_named(early)}."
     if not waiting:
-        return "None of the ranks seen waits for another." if missing else "No rank waits for another."
+        return "No rank that was seen waits for another." if missing else "No rank waits for another."
     if late:
         others = _named([rank.number for rank in waiting]).capitalize()
         verb = "waits" if len(waiting) == 1 else "wait"

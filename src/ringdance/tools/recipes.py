@@ -50,7 +50,7 @@ def _files(name: str) -> list[Path]:
 
 
 def _text(path: Path) -> str:
-    """Return a file's text for a copy, which imports shared modules from its own directory.
+    """Return a file's text, edited so that a copy imports shared modules from the copy's directory.
 
     Otherwise the copy would fail if a later version of Ringdance moved or changed these modules.
     """

@@ -42,8 +42,8 @@ first, each with its share of the cores as threads. Intra-op threads follow (OMP
 TF_NUM_INTRAOP_THREADS), then binding, each with the best so far. A setting that looks faster takes five turns
 with the best so far. It becomes the best only if all its runs are faster than all runs of the other.
 
-The number of ranks varies only if the command takes the batch per rank as {batch}: the batch of all ranks
-stays --global-batch. Only steps that DistributedOptimizer or hvd.mark_step() counts are measured.
+The number of ranks varies only if the command takes the batch per rank as {batch}: all ranks together always
+use --global-batch. Only steps that DistributedOptimizer or hvd.mark_step() counts are measured.
 
 examples:
   ringdance tune threads --global-batch 256 -- python train.py --batch {batch}
@@ -69,7 +69,7 @@ class Setting(NamedTuple):
 
 
 Result = tuple[float, str]
-"""Steps per second, and ""; or 0.0 and the reason why the speed is unknown."""
+"""Steps per second, or 0.0 if the speed is unknown, and why it is unknown ("" if it is known)."""
 
 
 @dataclass
@@ -189,7 +189,7 @@ def search(
     best, tried = starts[0], defaultdict[Setting, list[Result]](list)
 
     def is_faster(one: Setting, than: Setting) -> bool:
-        """Compare two settings by alternating runs, because the load from other programs changes over time.
+        """Return True if ``one`` is faster. Runs alternate, because the load from other programs changes.
 
         Stops early once the speeds of both settings overlap.
         """
@@ -276,14 +276,14 @@ def _threads(given: argparse.Namespace) -> int:
 
 def _add_threads(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--global-batch", type=positive, default=0, metavar="N", help="batch of all ranks together")
+    add("--global-batch", type=positive, default=0, metavar="N", help="total batch size of all ranks")
     add("--ranks", type=counts, metavar="A,B", help="ranks per host to try (default: 1, 2, 4, ... cores)")
     add("--intra", type=counts, metavar="A,B", help="intra-op threads to try (default: 1, 2, 4, ... cores)")
     add("--bind", choices=_BINDS, default="both", help="bind ranks to cores, or try both (default: both)")
     add("--seconds", type=number, default=20.0, metavar="S", help="seconds of steady steps (default: 20)")
-    add("--limit", type=number, default=300.0, metavar="S", help="seconds to start a trial (default: 300)")
+    add("--limit", type=number, default=300.0, metavar="S", help="seconds allowed for startup (default: 300)")
     add_host_options(parser, "hosts with as many cores as this one (default: this one); slots do not matter")
-    add("command", nargs="+", metavar="COMMAND", help="after --: the training and its arguments")
+    add("command", nargs="+", metavar="COMMAND", help="after --: the training command and its arguments")
 
 
 def main(argv: Sequence[str]) -> int:

@@ -95,7 +95,7 @@ def test_what_is_broken_is_left_out_and_named(
     for why, entry in BROKEN.items():
         number = str(entry.get("id", "entry 19"))
         assert any(kind == "annotation" and its == number and why in text for kind, its, text in listed), why
-    reasons = {"3": "No such file", "4": "cannot be decoded", "5": "24 x 32 pixels, not 32 x 24"}
+    reasons = {"3": "No such file", "4": "cannot be decoded", "5": "24 x 32 pixels instead of 32 x 24"}
     for number, why in reasons.items():
         assert any(kind == "image" and its == number and why in text for kind, its, text in listed), why
     assert len(listed) == len(BROKEN) + 5

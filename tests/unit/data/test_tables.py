@@ -258,7 +258,7 @@ def test_files_that_do_not_fit_their_index(tables, tmp_path):
         Table.open(table.path, "libsvm", table_size=7)
     with pytest.raises(ArgumentError, match=r"no index of 'test' \(test.json is missing\). It has csv,"):
         Table.open(table.path, "test")
-    with pytest.raises(ArgumentError, match=r"raw.csv does not have an index .*: give table_size="):
+    with pytest.raises(ArgumentError, match=r"raw.csv does not have an index .*\. Pass table_size="):
         Table.open(table.path / "raw.csv")
     copy = tmp_path / "copy"
     shutil.copytree(table.path, copy)
@@ -268,7 +268,7 @@ def test_files_that_do_not_fit_their_index(tables, tmp_path):
     with pytest.raises(ArgumentError, match=f"{len(data) - 5} bytes, but its index says {len(data)}"):
         Table.open(copy, "libsvm").read(np.arange(3))
     first.write_bytes(data.replace(b"\n", b" ", 1))
-    with pytest.raises(ArgumentError, match="hold 255 rows, not what the index says"):
+    with pytest.raises(ArgumentError, match="hold 255 rows, but the index says otherwise"):
         Table.open(copy, "libsvm").read(np.arange(3))
     first.unlink()
     with pytest.raises(ArgumentError, match="No such file"):
@@ -288,7 +288,7 @@ def test_a_table_that_was_read_is_pickled_and_copied(tables, form):
 @pytest.mark.parametrize("form", ["rows", "tfrecord"])
 def test_indexes_of_another_kind_are_named(tables, tmp_path, form):
     directory = tables[form].path
-    with pytest.raises(ArgumentError, match=rf"{form}.json is the index of a table: ringdance.data.Table"):
+    with pytest.raises(ArgumentError, match=rf"{form}.json is the index of a table. Use ringdance.data"):
         Dataset.open(directory, form)
     about = json.loads((directory / f"{form}.json").read_text()) | {"kind": "other"}
     (tmp_path / "train.json").write_text(json.dumps(about | {"samples": 1, "classes": []}))

@@ -96,7 +96,7 @@ def test_rows_are_called_rows_and_get_their_own_advice() -> None:
 def test_unknown_samples_get_no_advice_about_images() -> None:
     fast, slow = replace(speed(400), unit="samples"), replace(speed(100, cores=1.9), unit="samples")
     verdict = judge({"loader": slow, "step": fast, "both": slow})
-    assert "do work that is the same for a sample each time once" in verdict.next_step
+    assert "do work that gives the same result in every epoch only once" in verdict.next_step
 
 
 def test_the_command_and_the_ranks_know_the_same_mark() -> None:

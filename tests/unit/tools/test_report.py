@@ -160,7 +160,7 @@ def test_samples_are_shown_once_the_batch_is_known(
     sizes = {"one": 1, "four": 4, "same": 4}
     runs = [str(write(tmp_path / name, [0.1] * size)) for name, size in sizes.items()]
     assert report.main(runs) == 0
-    assert "\n10 steps/s; with `--batch-size N`, " in capsys.readouterr().out
+    assert "\n10 steps/s; for samples/s, pass `--batch-size N`, " in capsys.readouterr().out
     assert report.main([*runs, "--batch-size", "32"]) == 0
     assert "\n10 steps/s; 1,280 samples/s of all ranks\n" in capsys.readouterr().out
     text = (tmp_path / "same/report.html").read_text()
@@ -188,7 +188,7 @@ def test_what_is_missing_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[
     stderr = "Traceback (most recent call last):\n...\nModuleNotFoundError: No module named 'torchvision'\n\n"
     (tmp_path / "empty" / "rank.0" / "stderr").write_text(stderr)
     assert report.main([str(tmp_path / "empty")]) == 2
-    last = "No module named 'torchvision'\". If that is not why, its ranks have not called hvd.init()"
+    last = "No module named 'torchvision'\". If that is not the reason, its ranks have not called hvd.init()"
     assert f"a rank's stderr ends with \"ModuleNotFoundError: {last}" in capsys.readouterr().err
     still = tmp_path / "still"
     write(still, [0.1])

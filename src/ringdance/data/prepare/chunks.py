@@ -38,11 +38,11 @@ class SourceFile:
     """A click-log file.
 
     Attributes:
-        path: Path of the file. It is decompressed according to its suffix, and ``.parquet`` becomes text.
+        path: Path of the file. The suffix decides how it is decompressed. ``.parquet`` is converted to text.
         group: 1 for a file of the validation split, otherwise 0. Rows are shuffled within their group.
         format: "rows", "tfrecord", "libsvm" or "csv".
-        fields: Pairs in each row.
-        header: Size in bytes of the first line if it names columns.
+        fields: Number of (id, value) pairs in each row.
+        header: Size in bytes of the first line if it names columns, otherwise 0.
         size: Size in bytes.
         changed: Modification time in nanoseconds.
         crc32c: Checksum from a prepared directory's index. None for other files.
@@ -82,11 +82,11 @@ class SourceFile:
             else:
                 fields = formats.FORMATS[format].fields(data[header:])
         except (RowError, ValueError, IndexError, struct.error) as error:
-            raise ArgumentError(f"{path} is not a click-log file, judging by its head: {error}") from None
+            raise ArgumentError(f"{path} is not a click-log file, by its first bytes: {error}") from None
         return cls(str(path), group, format, fields, header, about.st_size, about.st_mtime_ns, crc32c)
 
     def units(self, size: int) -> list[int]:
-        """Return the chunks that can be read separately, or only -1: read all, one after the other."""
+        """Return the numbers of the chunks that can be read separately, or [-1]: read all in sequence."""
         ending = Path(self.path).suffix.lower()
         whole = ending in (*_COMPRESSED, PARQUET) or self.format in ("rows", "tfrecord")
         return [-1] if whole else list(range(-(-self.size // size)))
@@ -150,7 +150,7 @@ def _open(path: str) -> Iterator[tuple[BinaryIO, BinaryIO]]:
         try:
             yield _COMPRESSED.get(Path(path).suffix.lower(), lambda raw: raw)(raw), raw
         except (EOFError, zlib.error, lzma.LZMAError, OSError) as error:
-            if isinstance(error, OSError) and error.errno is not None:  # from the disk, not the contents
+            if isinstance(error, OSError) and error.errno is not None:  # an error of the disk
                 raise
             raise ArgumentError(f"{path} is damaged or incomplete: {error}") from None
 
@@ -177,7 +177,7 @@ def _of_parquet(path: Path, size: int) -> Iterator[tuple[bytes, float]]:
             csv.write_csv(batch.select(order), text, options)
             yield text.getvalue(), batch.num_rows / file.metadata.num_rows
     except (ValueError, LookupError, NotImplementedError, OSError) as error:
-        raise ArgumentError(f"{path} is damaged, or lacks a column of label, I1, ..., C26: {error}") from None
+        raise ArgumentError(f"{path} is damaged or lacks a column (label, I1, ..., C26): {error}") from None
 
 
 def parse(
@@ -202,7 +202,7 @@ def parse(
         broken.append((row, str(result)))
         if len(broken) > max(allowed, total // _SHARE):
             raise ArgumentError(
-                f"{file.path}: more than {len(broken) - 1} of {total} rows are broken. If its format is "
-                f"{file.format}, allow more with --max-broken. The last broken row: {result}"
+                f"{file.path}: more than {len(broken) - 1} of {total} rows are broken. If the format really "
+                f"is {file.format}, allow more with --max-broken. The last broken row: {result}"
             )
     return Rows.joined(good, fields), np.concatenate(numbers), broken

@@ -34,7 +34,7 @@ def prepare(given: argparse.Namespace) -> int:
         The number of images, annotations and categories that were left out.
 
     Raises:
-        ArgumentError: A file is missing or not JSON, or too much is broken.
+        ArgumentError: A file is missing or not JSON, or too many entries are broken.
     """
     source: Path = given.source
     destination: Path = given.destination
@@ -43,7 +43,7 @@ def prepare(given: argparse.Namespace) -> int:
         raise ArgumentError(f"{source} has no annotations/instances_SPLIT.json. See --help for the layout.")
     for part in (Path(), Path("annotations")):
         if (destination / part).resolve() == (source / part).resolve():
-            raise ArgumentError(f"{destination / part} is in SRC, which is only read. Choose another DST.")
+            raise ArgumentError(f"{destination / part} is in SRC, which must not change. Choose another DST.")
     (destination / "annotations").mkdir(parents=True, exist_ok=True)
     return sum(_split(source, destination, split, given.max_broken) for split in splits)
 
@@ -79,14 +79,14 @@ def _split(source: Path, destination: Path, split: str, max_broken: int | None) 
 
 
 def _read(path: Path) -> bytes:
-    """Return a file's bytes. Raises OSError also if reading might never end, as for a FIFO."""
+    """Return a file's bytes. Also raises OSError if reading might never end, as with a FIFO."""
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "not a regular file")
     return path.read_bytes()
 
 
 def check(table: Fields, directory: Path) -> Problems:
-    """Reduce a split's table to its valid entries, images ordered by number. Returns the other entries."""
+    """Reduce a split's table to its valid entries, with images sorted by number. Returns the rest."""
     problems: Problems = []
     kinds = {entry["id"]: entry for entry in _unique(problems, table, "categories")}
     images = {entry["id"]: entry for entry in _unique(problems, table, "images")}
@@ -131,7 +131,7 @@ _ONE = {"images": "image", "annotations": "annotation", "categories": "category"
 
 
 def _image_fault(one: Fields, directory: Path) -> str:
-    """Return what is wrong with an image or its file, or ""."""
+    """Return what is wrong with an image or its file, "" if nothing is."""
     from ringdance.data.images import decode  # imported here so that a missing package gives a clear error
 
     if not isinstance(name := one.get("file_name"), str):
@@ -145,12 +145,12 @@ def _image_fault(one: Fields, directory: Path) -> str:
     except Exception as error:  # Pillow's decoders raise many different exceptions
         return f"{name} cannot be decoded: {error}"
     if (width, height) != (one.get("width"), one.get("height")):
-        return f"{name} has {width} x {height} pixels, not {one.get('width')} x {one.get('height')}"
+        return f"{name} has {width} x {height} pixels instead of {one.get('width')} x {one.get('height')}"
     return ""
 
 
 def _object_fault(one: Fields, images: dict[int, Fields], kinds: dict[int, Fields]) -> str:
-    """Return what is wrong with an annotation, or "". Fills in a missing area."""
+    """Return what is wrong with an annotation, "" if nothing is. Fills in a missing area."""
     for name, known in (("image_id", images), ("category_id", kinds)):
         if not isinstance(number := one.get(name), int) or number not in known:
             return f"unknown {name} {number}"
@@ -160,7 +160,7 @@ def _object_fault(one: Fields, images: dict[int, Fields], kinds: dict[int, Field
     left, top, wide, high = box
     if wide <= 0 or high <= 0:
         return f"its box has no area: {box}"
-    # Allow one more pixel for rounding: COCO's own boxes come from outlines between pixels.
+    # Allow one more pixel for rounding, because COCO's own boxes come from outlines between pixels.
     if min(left, top) < -1 or left + wide > about["width"] + 1 or top + high > about["height"] + 1:
         return f"its box {box} is outside the image, {about['width']} x {about['height']}"
     if not _numbers([one.setdefault("area", wide * high)], 1):
@@ -172,7 +172,7 @@ def _object_fault(one: Fields, images: dict[int, Fields], kinds: dict[int, Field
 
 
 def _drop_slivers(problems: Problems, one: Fields) -> None:
-    """Drop an empty outline, and any of several polygons with fewer than three points, which are recorded."""
+    """Drop an empty outline. If only some polygons have fewer than three points, drop and record these."""
     outline = one.get("segmentation")
     if outline is None or outline == []:
         one.pop("segmentation", None)
@@ -185,14 +185,14 @@ def _drop_slivers(problems: Problems, one: Fields) -> None:
 
 
 def _outline_fault(outline: Any, about: Fields) -> str:
-    """Return what is wrong with polygons or run lengths, or ""."""
+    """Return what is wrong with polygons or run lengths, "" if nothing is."""
     if isinstance(outline, list):
         whole = bool(outline) and all(
             isinstance(one, list) and len(one) >= 6 and _numbers(one, len(one) // 2 * 2) for one in outline
         )
         if not whole:
             return "a polygon is not three or more pairs of numbers"
-        far = 2 * max(about["width"], about["height"])  # drawing takes time and memory for its whole length
+        far = 2 * max(about["width"], about["height"])  # drawing needs time and memory for the whole length
         inside = all(abs(number) <= far for polygon in outline for number in polygon)
         return "" if inside else "a polygon is far outside the image"
     size = [about["height"], about["width"]]
@@ -210,7 +210,7 @@ def _outline_fault(outline: Any, about: Fields) -> str:
 def run_lengths(text: str) -> list[int]:
     """Decode COCO's compressed run lengths: 5 bits per character, lowest first.
 
-    From the fourth on, each number is stored as the difference to the number two places before.
+    From the fourth number on, each is stored as its difference from the number two places before it.
 
     Raises:
         IndexError: The text ends within a number.
@@ -231,7 +231,7 @@ def run_lengths(text: str) -> list[int]:
     return lengths
 
 
-_LARGEST = 1e15  # limit for meaningful numbers; NaN is not below it
+_LARGEST = 1e15  # limit for meaningful numbers; NaN fails the comparison, too
 
 
 def _numbers(values: Any, count: int) -> bool:

@@ -33,9 +33,9 @@ SPLITS = ("train", "validation")
 _PROBLEMS = "problems.tsv"
 _FILE_SIZE = 256 << 20
 _CHUNK, _LARGE = 64 << 20, 256 << 30
-"""Bytes to parse at once, per this many bytes of the source. The ratio bounds the number of runs."""
+"""Bytes to parse at once for each so many bytes of source. Their ratio limits the number of runs."""
 _TRIED, _BEGINNING = 16, 1 << 22
-"""Files, and bytes at the beginning of each, in which rows are counted to estimate the result's size."""
+"""Number of files, and of bytes at the start of each, used to estimate the size of the result."""
 
 
 def find(paths: Sequence[Path], validation: Path | None) -> list[SourceFile]:
@@ -45,7 +45,7 @@ def find(paths: Sequence[Path], validation: Path | None) -> list[SourceFile]:
     validation.
 
     Raises:
-        ArgumentError: No files are found, or they do not fit together.
+        ArgumentError: No files are found, or their rows do not match.
     """
     entries = [(*pair, 0) for path in paths for pair in _files(path, "train")]
     if validation is None and len(paths) == 1 and (paths[0] / "validation.json").exists():
@@ -107,7 +107,7 @@ def prepare(given: argparse.Namespace) -> int:
     files = find(given.source, given.validation if isinstance(given.validation, Path) else None)
     for file in files:
         if Path(file.path).resolve().is_relative_to(destination.resolve()):
-            raise ArgumentError(f"{file.path} is in DST, where files are replaced. Choose another DST.")
+            raise ArgumentError(f"{file.path} is in DST, whose files are replaced. Choose another DST.")
     plans.state(destination).mkdir(parents=True, exist_ok=True)
     plan = _plan(files, given)
     with plans.locked(destination):
@@ -138,7 +138,7 @@ def prepare(given: argparse.Namespace) -> int:
 
 
 def _plan(files: Sequence[SourceFile], given: argparse.Namespace) -> ShufflePlan:
-    """Plan the work. Estimates the number of files from the beginnings of the source's files."""
+    """Plan the work. Estimates the number of output files from the beginnings of the source files."""
     share = 0.0 if isinstance(given.validation, Path) else given.validation
     each = _rows_in_a_byte(files, given.table_size)
     own, other = (each * sum(file.size for file in files if file.group == group) for group in (1, 0))
@@ -168,14 +168,14 @@ def _rows_in_a_byte(files: Sequence[SourceFile], table_size: int) -> float:
 
 
 def _begin_or_resume(destination: Path, plan: ShufflePlan, overwrite: bool) -> None:
-    """Make the directory ready for the plan: keep its files if they belong to the same plan, or remove them.
+    """Make the directory ready for the plan: remove its files unless they belong to the same plan.
 
     Raises:
-        ArgumentError: The directory has a data set that was started differently, and ``overwrite`` is False.
-            Or it has files that this command did not write.
+        ArgumentError: The directory has a data set that was started with other options or files, and
+            ``overwrite`` is False. Or it has files that this command did not write.
     """
     former = None
-    with suppress(ArgumentError) if overwrite else nullcontext():  # suppress the error of a damaged plan
+    with suppress(ArgumentError) if overwrite else nullcontext():  # ignore a damaged plan
         former = ShufflePlan.read(destination)
     if not overwrite and former and replace(former, max_broken=plan.max_broken) == plan:
         return
@@ -207,7 +207,7 @@ def _differences(plan: ShufflePlan, former: ShufflePlan | None) -> str:
     changes = plans.differences(plan, former, "format", "table_size", "validation") if former else []
     if former and len(plan.names) != len(former.names):
         changes.append(f"{len(plan.names)} instead of {len(former.names)} files (--shards)")
-    return "; ".join(changes) or "other files, or changed ones"
+    return "; ".join(changes) or "other or changed files"
 
 
 def _runs(destination: Path, plan: ShufflePlan) -> tuple[list[str], int]:

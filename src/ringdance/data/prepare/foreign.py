@@ -88,7 +88,7 @@ def index(given: argparse.Namespace) -> int:
         given: Options of the command.
 
     Raises:
-        ArgumentError: No such files are found, or one cannot be read.
+        ArgumentError: No TFRecords or tars are found, or one of them cannot be read.
     """
     directory: Path = given.directory
     groups: dict[str, list[Path]] = defaultdict(list)
@@ -124,7 +124,7 @@ def _files(directory: Path, pattern: str) -> list[tuple[Path, str]]:
     """Return the TFRecords and tars, and their formats. Reports other files.
 
     Raises:
-        ArgumentError: There are none, or a file with such a name is neither.
+        ArgumentError: No TFRecords or tars are found, or a file named like them is neither.
     """
     own = {f"{one.stem}{end}" for one in directory.glob("*.json") if is_index(one) for end in _OWN}
     shards, others = [], []
@@ -150,7 +150,7 @@ def _files(directory: Path, pattern: str) -> list[tuple[Path, str]]:
 
 
 def _format(path: Path) -> str:
-    """Return a file's format according to its first bytes, or "" if it is neither."""
+    """Return a file's format according to its first bytes, "" if it is neither TFRecords nor a tar."""
     if path.name.startswith(".") or not path.is_file():
         return ""
     with open(path, "rb") as file:
@@ -256,7 +256,7 @@ _SCANS = {"tfrecord": _scan_tfrecord, "webdataset": _scan_tar}
 def _write(
     directory: Path, split: str, kind: str, files: Sequence[_Scanned], first: int, classes: Sequence[str]
 ) -> int:
-    """Write a split's index, and list what is not in it. Returns how many samples were left out."""
+    """Write a split's index, and list the samples that were left out. Returns their number."""
     parts, shards = [], []
     for file in files:
         rows = np.array(file.rows, ROW)

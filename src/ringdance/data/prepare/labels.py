@@ -18,14 +18,14 @@ _SYNSET = re.compile(r"n\d{8}")
 def validation_labels(
     source: Path, place: Path, images: Sequence[str], classes: Sequence[str], given: Path | None
 ) -> dict[str, str]:
-    """Return the class directory of each image in ``images``, which are sorted.
+    """Return the class directory of each image in ``images``, which must be sorted.
 
     Args:
         source: Where to look for labels, including parent directories that belong to ImageNet.
         place: Location of the images, for error messages.
         images: File names.
         classes: All class directories, if known. They resolve class numbers in a file.
-        given: The label file, instead of searching for one.
+        given: The label file. If None, one is searched for.
 
     Raises:
         ArgumentError: A label file is not found, or does not fit the images.

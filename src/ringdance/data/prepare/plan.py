@@ -1,9 +1,9 @@
 """The plan that assigns images to files. It is stored on disk for the processes that write the files.
 
 In ``DST/.prepare``, a split has ``train.json`` (options, source, and where each file's images begin in the
-next two), ``train.places.npy`` and ``train.names``. A finished file has ``NAME.rows.npy`` and ``NAME.json``,
-which is written last and has the checksum of ``NAME.rows.npy``. When all files are finished, only
-``train.json`` stays: it tells a later run what was done.
+two others), ``train.places.npy`` and ``train.names``. A finished file has ``NAME.rows.npy``, and
+``NAME.json``, which is written last and has the checksum of ``NAME.rows.npy``. When all files are finished,
+only ``train.json`` stays: it tells a later run what was done.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class SplitPlan:
         return changes
 
     def close(self, destination: Path, files: Sequence[ShardFile]) -> Dataset:
-        """Write the index of the finished files, and remove the temporary ones."""
+        """Write the index of the finished files, and remove the temporary files."""
         rows = joined(np.load(state(destination) / f"{file.name}.rows.npy") for file in files)
         Dataset(destination, self.split, self.format, self.classes, files, rows).write()
         self.remove_state(destination, keep=f"{self.split}.json")
@@ -112,7 +112,7 @@ def differences(plan: Any, former: Any, *options: str) -> list[str]:
 
 
 def state(destination: Path) -> Path:
-    """Return the directory for the preparation's own files."""
+    """Return the directory for the preparation's internal files."""
     return destination / ".prepare"
 
 
@@ -124,7 +124,7 @@ def remove_state(destination: Path, keep: str = "", prefixes: tuple[str, ...] = 
 
 
 def read_plan(path: Path, made: Callable[[Any], T]) -> T | None:
-    """Return what ``made`` makes of a file's JSON, or None if the file does not exist.
+    """Call ``made`` with a file's JSON and return its result, or None if the file does not exist.
 
     Raises:
         ArgumentError: The file is damaged.
@@ -216,7 +216,7 @@ def check_broken(what: str, count: int, total: int, most: int | None, path: Path
         path: Path of the list of problems.
 
     Raises:
-        ArgumentError: More items are broken.
+        ArgumentError: More than ``most`` items are broken.
     """
     limit = max(1, total // 100) if most is None else most
     if count > limit:
@@ -247,7 +247,10 @@ def make(source: Source, format: str, shards: int, resize: int) -> tuple[SplitPl
 
 
 def store(plan: SplitPlan, source: Source, order: Array, destination: Path) -> SplitPlan:
-    """Write a plan for the other processes. Its own file comes last."""
+    """Write a plan for the other processes.
+
+    The JSON file is written last, so if it exists, the other files are complete.
+    """
     directory = state(destination)
     names_at = [0]
     with open(directory / f"{plan.split}.names", "wb") as file:

@@ -72,7 +72,7 @@ def prepare(given: argparse.Namespace) -> int:
 
 
 def check_sizes(directory: Path, files: Iterable[ShardFile | TableFile]) -> None:
-    """Raise an ArgumentError if a file does not have the size that the index says."""
+    """Raise an ArgumentError if a file's size differs from the size in the index."""
     for file in files:
         if (size := (path := directory / file.name).stat().st_size) != file.size:
             raise damaged(path, f"it has {size} bytes, but its index says {file.size}")
@@ -100,7 +100,7 @@ def _remove(destination: Path, plan: SplitPlan) -> None:
 
 
 def _check_same(destination: Path, plan: SplitPlan) -> None:
-    """Raise an ArgumentError if a split was started differently, or not by this command."""
+    """Raise an ArgumentError if a split was started with other options or images, or by another command."""
     former, complete = SplitPlan.read(destination, plan.split), (destination / f"{plan.split}.json").exists()
     if former is None:
         if complete:
@@ -140,7 +140,7 @@ def _write(destination: Path, stored: Sequence[SplitPlan], processes: int) -> No
 
 
 def write_file(destination: Path, split: str, number: int) -> tuple[int, int]:
-    """Write one file of a plan. Returns how many images were planned for it, and their bytes.
+    """Write one file of a plan. Returns the number of images planned for it, and their size in bytes.
 
     Raises:
         ArgumentError: An image has changed since the plan was made.

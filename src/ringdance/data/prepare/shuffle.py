@@ -3,7 +3,7 @@
 Note [Shuffled by hashes]: Each row has a key, which is a hash of its file, its chunk and its number in the
 chunk. The key decides which output file the row goes to. Pass 1 parses chunks and writes the rows of each
 chunk as a run, sorted by output file. For each output file, pass 2 reads its rows from all runs and writes
-them in an order drawn from the file's number. The result therefore depends on the source only, not on the
+them in an order drawn from the file's number. The result therefore depends only on the source, not on the
 number of processes.
 """
 
@@ -24,7 +24,7 @@ from ringdance.data.tables import criteo
 from ringdance.data.tables.rows import Array, Rows, dtype
 from ringdance.data.tables.writing import TableWriter
 
-_WRITTEN = 1 << 14  # rows encoded at once
+_WRITTEN = 1 << 14  # rows to encode at a time
 _SEED = 1
 _HALF = np.uint64(32)  # these upper bits of a key choose the split, the lower ones the file
 
@@ -86,7 +86,7 @@ def is_scattered(destination: Path, note: Path) -> bool:
 
 
 def scatter(destination: Path, number: int, unit: int, note: Path) -> tuple[int, int]:
-    """Parse a unit of a file, and write its chunks as sorted runs. Returns its rows and bytes."""
+    """Parse a unit of a file, and write its chunks as sorted runs. Returns its numbers of rows and bytes."""
     plan = ShufflePlan.read(destination)
     assert plan is not None
     directory = state(destination)
@@ -108,7 +108,7 @@ def scatter(destination: Path, number: int, unit: int, note: Path) -> tuple[int,
 
 
 def write_cuts(destination: Path, names: Sequence[str]) -> Array:
-    """Write where pass 2 finds each output file's rows in all runs. Returns each file's number of rows."""
+    """Write where in the runs pass 2 will find each output file's rows. Returns each file's row count."""
     directory = state(destination)
     ends = np.stack([np.load(directory / f"{name}.ends.npy") for name in names])
     write_whole(directory / "cuts.npy", npy(ends))
@@ -118,7 +118,7 @@ def write_cuts(destination: Path, names: Sequence[str]) -> Array:
 
 
 def gather(destination: Path, number: int) -> tuple[int, int]:
-    """Write an output file from its rows in all runs. Returns the number of rows, twice."""
+    """Write an output file from its rows in all runs. Returns the number of rows as samples and as work."""
     plan, directory = ShufflePlan.read(destination), state(destination)
     assert plan is not None
     cuts = np.load(directory / "cuts.npy", mmap_mode="r")[:, number : number + 2].tolist()

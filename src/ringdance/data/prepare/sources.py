@@ -91,7 +91,7 @@ def find(source: Path, splits: Sequence[str] = (), labels: Path | None = None) -
         labels: File with the labels of validation images that are not in class directories.
 
     Raises:
-        ArgumentError: Nothing is found, or labels are missing. Names the places that were searched.
+        ArgumentError: Nothing is found, or labels are missing. The message names the places searched.
     """
     if not source.is_dir():
         raise ArgumentError(f"{source} is not a directory. SRC is the directory with the images or tars.")
@@ -133,7 +133,7 @@ def _place(source: Path, split: str) -> Path | None:
 
 
 def _beside(places: Collection[Path]) -> list[Path]:
-    """Return what is next to the splits' directories or tars, except hidden files."""
+    """Return the entries next to the splits' directories or tars, except hidden files."""
     neighbors = {path for place in places for path in place.parent.glob("[!.]*")}
     return sorted(neighbors - {*places})
 
@@ -322,7 +322,7 @@ def open_tar(path: Path | str) -> Iterator[tarfile.TarFile]:
 
 
 def _check_end(tar: tarfile.TarFile) -> None:
-    """Raise ReadError if data follows the last member, because tarfile takes a damaged header for the end."""
+    """Raise ReadError if data follows the last member, because tarfile takes a bad header for the end."""
     tar.getmembers()
     file = tar.fileobj
     assert file is not None

@@ -58,7 +58,7 @@ def _run_in_pool(
                 process.terminate()
             if isinstance(error, BrokenProcessPool):
                 raise ArgumentError(
-                    "a process was killed. If memory was full, use fewer processes (-np) to need less."
+                    "a process was killed. If memory ran out, use fewer processes (-np)."
                 ) from None
             raise
 

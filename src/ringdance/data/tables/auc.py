@@ -35,7 +35,7 @@ def auc(scores: Array, labels: Array) -> float:
 
 
 def standard_error(area: float, positives: int, negatives: int) -> float:
-    """Return the standard error of an area estimated from that many samples (Hanley and McNeil 1982)."""
+    """Return the standard error of an area estimated from this many samples (Hanley and McNeil 1982)."""
     if not positives or not negatives:
         return math.nan
     both, one = area / (2 - area), 2 * area**2 / (1 + area)

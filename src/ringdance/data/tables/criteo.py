@@ -47,8 +47,8 @@ def texts(column: Any) -> Texts:
 def transform(numbers: Array, texts: Sequence[Texts], out: Rows, table_size: int) -> None:
     """Compute ids and values from the columns.
 
-    Field i of the 13 numbers has the id i and the value log1p(max(x, 0)), or 0 if it is missing. Each of the
-    26 categories has the value 1 and an id from 13 up, a hash of the column and the string.
+    The i-th of the 13 numbers gets the id i and the value log1p(max(x, 0)), or 0 if the number is missing.
+    Each of the 26 categories gets the value 1 and an id of 13 or more, a hash of the column and the string.
 
     Args:
         numbers: Shape (n, 13), float64. NaN if missing.
@@ -57,15 +57,15 @@ def transform(numbers: Array, texts: Sequence[Texts], out: Rows, table_size: int
         table_size: Upper bound of the ids, exclusive.
 
     Raises:
-        ArgumentError: The table has no room for categories.
+        ArgumentError: ``table_size`` leaves no ids for the categories.
     """
     if table_size <= NUMERIC:
         raise ArgumentError(f"table_size={table_size}: the numbers take {NUMERIC} ids. Use a larger table.")
     out.ids[:, :NUMERIC] = np.arange(NUMERIC)
-    out.values[:, :NUMERIC] = np.log1p(np.fmax(numbers, 0))  # fmax: 0 for NaN
+    out.values[:, :NUMERIC] = np.log1p(np.fmax(numbers, 0))  # fmax turns NaN into 0
     out.values[:, NUMERIC:] = 1
     hashes, rows = hash_texts(texts), np.uint64(table_size - NUMERIC)
-    hashes -= hashes // rows * rows  # the remainder: NumPy is much faster dividing by a scalar than at %
+    hashes -= hashes // rows * rows  # the remainder; NumPy divides by a scalar much faster than it does %
     out.ids[:, NUMERIC:] = hashes.reshape(CATEGORICAL, -1).T
     out.ids[:, NUMERIC:] += NUMERIC
 
@@ -73,8 +73,8 @@ def transform(numbers: Array, texts: Sequence[Texts], out: Rows, table_size: int
 def hash_texts(texts: Sequence[Texts]) -> Array:
     """Hash the strings of several columns. Each column is hashed differently.
 
-    SplitMix64's finalizer takes the column and the length first, then eight bytes at a time. The result is
-    the same on any machine.
+    SplitMix64's finalizer is applied to the column and the length first, then to eight bytes at a time. The
+    result is the same on any machine.
 
     Args:
         texts: Strings of each column. All columns have the same length.
@@ -110,7 +110,7 @@ def mixed(value: Array) -> Array:
 
 
 def header_size(data: Array) -> int:
-    """Return the size in bytes of the line with column names that a file begins with, or 0 without one.
+    """Return the size in bytes of a file's header line with column names, or 0 if there is none.
 
     Raises:
         RowError: The names are different or in a different order.

@@ -1,8 +1,8 @@
 """Tables as TFRecords: one ``tf.train.Example`` per row. NumPy alone parses many rows at once.
 
 The features are ``label`` (a float or an integer), ``ids`` (integers) and ``values`` (floats), as in the
-public DeepFM scripts, or ``feat_ids`` and ``feat_vals``, the other names for the last two. All rows are
-decoded in step: each array below has one element per row, such as the offset to be read next.
+public DeepFM scripts. The last two may also be called ``feat_ids`` and ``feat_vals``. All rows are decoded in
+lockstep: each array below has one element per row, such as the offset to be read next.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ringdance.data.tables.rows import BLOCK, PADDING, Array, RowError, Rows
 from ringdance.data.tfrecord import FLOAT_LIST, INT64_LIST
 
 _NAMES = {b"label": 0, b"ids": 1, b"feat_ids": 1, b"values": 2, b"feat_vals": 2}
-_HEAD, _TAIL = 12, 4  # bytes of a record around its data
+_HEAD, _TAIL = 12, 4  # bytes of a record before and after its data
 _EXPECTED = "expected a tf.train.Example with label (one number), ids (integers) and values (floats)"
 _length = tfrecord.LENGTH.unpack_from
 
@@ -36,7 +36,7 @@ def bounds(data: Array) -> Array:
 
 
 def scan(data: Array) -> tuple[int, Array]:
-    """Return the number of records, the offset of each 256th, and the end."""
+    """Return the number of records, the offset of every 256th record, and the end of the last."""
     if not tfrecord.is_head(bytes(data[:_HEAD])):
         raise RowError("it does not begin with a record: not a TFRecord file")
     starts = bounds(data)
@@ -107,7 +107,7 @@ def _features(data: Array, at: Array, end: Array) -> tuple[Feature, Feature, Fea
 
 
 def _message(data: Array, at: Array, number: int | None) -> tuple[Array, Array]:
-    """Return the begin and end of the messages whose tags are at ``at``. Checks ``number``, if not None."""
+    """Return where the messages whose tags are at ``at`` begin and end. Checks ``number`` if it is given."""
     at = np.minimum(at, len(data) - PADDING)
     if number is not None and (data[at] != (number << 3 | 2)).any():
         raise RowError(_EXPECTED)
@@ -122,7 +122,7 @@ def _varint(data: Array, at: Array) -> tuple[Array, Array]:
     value = data[at].astype(np.int64)
     at, shift = at + 1, 7
     while (continued := value >> (shift - 7) >= 0x80).any() and shift < 63:
-        value[continued] += (data[at[continued]].astype(np.int64) - 1) << shift  # -1: previous mark bit
+        value[continued] += (data[at[continued]].astype(np.int64) - 1) << shift  # -1: previous top bit
         at[continued] += 1
         shift += 7
     return value, at
@@ -148,7 +148,7 @@ def _integers(data: Array, feature: Feature, count: int) -> Array:
 
 
 def encode(rows: Rows) -> bytes:
-    """Encode rows as records, as ``tf.io.TFRecordWriter`` writes them."""
+    """Encode rows as records, in the format of ``tf.io.TFRecordWriter``."""
     ids, ends = _varints(rows.ids)
     values, labels = np.ascontiguousarray(rows.values, "<f4"), rows.labels.tolist()
     size = values.shape[1] * 4

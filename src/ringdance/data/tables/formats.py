@@ -1,4 +1,4 @@
-"""The interface between tables and the formats that need parsing. The format ``rows`` does not."""
+"""The interface between tables and the file formats that need parsing, which are all but ``rows``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SUFFIXES = {
     ".npy": "rows", ".tfrecord": "tfrecord", ".tfrecords": "tfrecord", ".libsvm": "libsvm", ".svm": "libsvm",
     ".svmlight": "libsvm", ".csv": "csv", ".tsv": "csv",
 }  # fmt: skip
-_CHUNK = 1 << 24  # bytes scanned at once
+_CHUNK = 1 << 24  # bytes to scan at a time
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,10 @@ class Format:
 
     Attributes:
         unit: What error messages call a row.
-        bounds: Returns the offset of each row in the bytes of some whole rows, and the end.
+        bounds: Returns the offset of each row, and the end of the last, given the bytes of whole rows.
         fields: Returns the number of fields, given bytes that begin with a row.
-        parse: Takes bytes (followed by padding), their bounds, the number of fields and the table size.
+        parse: Parses rows, given their bytes (followed by padding), their bounds, the number of fields and
+            the table size.
     """
 
     unit: str
@@ -56,7 +57,7 @@ def format_of(head: bytes, suffix: str = "") -> str:
 def parse(
     format: str, data: Any, fields: int, table_size: int
 ) -> tuple[int, Iterator[tuple[int, Rows | RowError]]]:
-    """Parse whole rows: bytes, or for the format ``rows`` an array.
+    """Parse whole rows, given as bytes, or as an array for the format ``rows``.
 
     Returns:
         The number of rows, and what ``by_halves`` yields for them.
@@ -84,7 +85,7 @@ def scan(path: Path, name: str) -> tuple[int, int, Array]:
     if not path.stat().st_size:
         raise RowError("it is empty")
     if name == "rows":
-        array = np.lib.format.open_memmap(path, mode="r")  # unlike this, np.load accepts a .npz too
+        array = np.lib.format.open_memmap(path, mode="r")  # not np.load, which also accepts .npz files
         fields = array["ids"].shape[1] if array.dtype.names else 0
         if array.ndim != 1 or array.dtype != dtype(fields):
             raise RowError(f"it holds {array.dtype}: expected rows of {dtype(39)}, with any number of fields")
@@ -98,7 +99,7 @@ def scan(path: Path, name: str) -> tuple[int, int, Array]:
 
 
 def _line_blocks(data: Array, begin: int) -> tuple[int, Array]:
-    """Return the number of lines, the offset of each 256th, and the end."""
+    """Return the number of lines, the offset of every 256th line, and the end of the last."""
     rows, offsets = 0, [np.array([begin])]
     for at in range(begin, len(data), _CHUNK):
         ends = np.flatnonzero(data[at : at + _CHUNK] == lines.NEWLINE) + (at + 1)

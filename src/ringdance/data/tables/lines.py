@@ -23,7 +23,10 @@ def bounds(data: Array) -> Array:
 
 
 def pieces(stream: BinaryIO, size: int, first: int | None = None) -> Iterator[bytes]:
-    """Yield the lines that begin in each ``size`` bytes, or first in ``first``. All end with ``\\n``."""
+    """Yield whole lines in chunks of about ``size`` bytes, the first about ``first``. All end with ``\\n``.
+
+    A line belongs to the chunk in which it begins.
+    """
     left = size if first is None else first
     while True:
         data = stream.read(max(left, 0))
@@ -38,7 +41,7 @@ def pieces(stream: BinaryIO, size: int, first: int | None = None) -> Iterator[by
 
 
 def columns(data: Array, delimiter: str, types: Sequence[tuple[str, str]], null: bool = False) -> list[Any]:
-    """Parse lines of text into an Arrow array per column.
+    """Parse lines of text into one Arrow array per column.
 
     Args:
         data: The lines, as bytes.

@@ -1,4 +1,4 @@
-"""Read a table in batches, in an epoch's order. Threads read in advance."""
+"""Read a table in batches, in an epoch's order. Threads read ahead."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ringdance.data.tables.rows import BLOCK, Array
 from ringdance.data.tables.table import Table
 from ringdance.errors import ArgumentError
 
-# Rows to read at once, in whole batches: parsing a few rows takes as long as parsing hundreds.
+# Rows to read together, in whole batches, because parsing a few rows takes as long as parsing hundreds.
 _READ = 4096
 
 Part = tuple[Indices, float, int, int]
@@ -28,11 +28,11 @@ class TableBatch:
 
     Attributes:
         labels: Shape (n,), float32.
-        ids: Shape (n, fields), int64. Rows in the embedding table.
-        values: Shape (n, fields), float32. Factors of the embeddings.
-        weight: Factor for this rank's mean loss: ``n * size / count``. The average of the weighted losses
-            over all ranks is then the mean over all rows in the global batch. 0 on a rank without rows, whose
-            batch consists of one padding row.
+        ids: Shape (n, fields), int64. Row numbers in the embedding table.
+        values: Shape (n, fields), float32. Factors by which the embeddings are multiplied.
+        weight: Factor for this rank's mean loss: ``n * size / count`` on ``size`` ranks. The average of the
+            weighted losses over all ranks is then the mean over all rows in the global batch. 0 on a rank
+            without rows, whose batch consists of one padding row.
         position: Number of the epoch's rows that all ranks together have consumed after this batch.
         count: Number of rows in the global batch.
     """
@@ -53,7 +53,7 @@ class TableLoader(Batches):
     """Batches of a table. Each iteration yields the rest of the current epoch.
 
     An epoch takes blocks of 256 rows in an order drawn from ``seed`` and the epoch's number. The order is the
-    same for any format and any number of ranks. Each rank reads only its own share.
+    same for all formats and any number of ranks. Each rank reads only its own share.
 
     Args:
         table: The table to read.
@@ -67,7 +67,8 @@ class TableLoader(Batches):
         drop_last: If True, skip an epoch's last global batch if it is short.
 
     Raises:
-        ArgumentError: An argument is wrong. When iterating: a row is broken (names the row and file).
+        ArgumentError: An argument is invalid. During iteration: a row is broken. The message names the row
+            and the file.
     """
 
     def __init__(
@@ -76,14 +77,14 @@ class TableLoader(Batches):
     ) -> None:
         check_positive(threads=threads, prefetch=prefetch)
         plan = BatchPlan(len(table), batch_size, shuffle, seed, rank, size, BLOCK, drop_last)
-        self._together = max(1, _READ // batch_size)  # batches
+        self._together = max(1, _READ // batch_size)  # batches per read
         super().__init__(plan, threads, 1 + max(threads, -(-prefetch // self._together)))
         self.table = table
 
     thread_name = "ringdance-table"
 
     def parts(self, epoch: Epoch) -> Iterator[list[Part]]:
-        """Yield groups of batches that are read at once."""
+        """Yield groups of batches that are read together."""
         parts = epoch.plan.batches()
         return iter(lambda: list(islice(parts, self._together)), [])
 
@@ -92,7 +93,7 @@ class TableLoader(Batches):
         return epoch.pool.submit(self._read, part, epoch.stop).result
 
     def _read(self, parts: list[Part], stopped: threading.Event) -> list[TableBatch]:
-        """Read the rows of a group of batches at once."""
+        """Read the rows of a group of batches together."""
         if stopped.is_set():
             return []
         try:

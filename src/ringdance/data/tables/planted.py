@@ -1,8 +1,9 @@
-"""Generate rows like Criteo's with known click probabilities, to compare models with the best possible one.
+"""Generate rows like Criteo's with known click probabilities, to compare models with the best possible model.
 
-A row's logit is a factorization machine with hidden weights and factors: a bias, a weight for each field, and
-the inner products of the factors for all pairs of fields. A linear model can find the weights only. Rare
-categories have neither weights nor factors, because no number of rows would show them.
+A row's logit comes from a factorization machine with hidden weights and factors: it is the sum of a bias, a
+weight for each field, and the inner products of the factors for all pairs of fields. A linear model can learn
+only the weights. Rare categories have neither weights nor factors, which could not be learned from any number
+of rows.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from ringdance.data.tables import criteo
 from ringdance.data.tables.rows import Array, Rows
 
 BLOCK = 1 << 14
-"""Rows drawn at once. The block's number is part of the seed, so fewer rows are the first of more."""
+"""Rows per block. Its number is part of the seed, so a short table has the first rows of a long one."""
 _CATEGORIES = (
     1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194, 27, 14992, 5461306, 10,
     5652, 2173, 4, 7046547, 18, 15, 286181, 105, 142572,
@@ -29,7 +30,7 @@ _MISSING_CATEGORIES = {2: 0.03, 3: 0.03, 5: 0.12, 11: 0.03, 15: 0.03, 18: 0.44, 
                        23: 0.03, 24: 0.44, 25: 0.44}  # fmt: skip
 _MEDIANS = (1, 3, 6, 4, 2700, 33, 3, 7, 38, 1, 1, 1, 4)  # medians of the numbers
 _POWER = 1.15  # the k-th most frequent category has a share of about k ** -_POWER
-_KNOWN = 1024  # number of most frequent categories in a column that have weights
+_KNOWN = 1024  # only this many categories of a column have weights, the most frequent ones
 _PAIRED = 120  # columns with more categories have no factors, because each pair must occur often
 _FACTORS = 4
 _POSITIVE = 0.25
@@ -85,7 +86,7 @@ def planted(rows: int, seed: int = 0, day: int = 0, start: int = 0) -> Iterator[
 
 @lru_cache(maxsize=1)
 class _Hidden:
-    """Weights and factors of the fields. Column 0 is the weight, the others are the factors."""
+    """Weights and factors of the fields. Column 0 holds the weights, the others hold the factors."""
 
     def __init__(self, seed: int) -> None:
         random = np.random.RandomState([seed, 1 << 20])
@@ -95,7 +96,7 @@ class _Hidden:
             table = random.standard_normal((min(count, _KNOWN) + 1, 1 + _FACTORS)) * 0.4
             share = np.arange(1, len(table)) ** -_POWER
             table[:, 0] *= 0.6
-            # A nonzero mean would act as a weight of the other column, which a linear model finds too.
+            # A nonzero mean would act as a weight in the other column, which a linear model could learn, too.
             table[:, 1:] -= share @ table[:-1, 1:] / share.sum()
             table[:, 1:] *= count <= _PAIRED
             table[-1] = 0  # rare categories

@@ -14,7 +14,7 @@ BLOCK = 256
 
 
 PADDING = 32
-"""Bytes after the parsed data, so that reading a few bytes beyond the end needs no check."""
+"""Bytes after the parsed data, so that parsers may read a few bytes beyond the end unchecked."""
 
 
 class RowError(ValueError):
@@ -26,8 +26,8 @@ class Rows(NamedTuple):
 
     Attributes:
         labels: Shape (n,), float32. 0 or 1.
-        ids: Shape (n, fields), int64. Rows in the embedding table.
-        values: Shape (n, fields), float32. Factors of the embeddings.
+        ids: Shape (n, fields), int64. Row numbers in the embedding table.
+        values: Shape (n, fields), float32. Factors by which the embeddings are multiplied.
     """
 
     labels: Array
@@ -40,7 +40,7 @@ class Rows(NamedTuple):
 
     @classmethod
     def empty(cls, count: int, fields: int) -> Rows:
-        """Allocate rows, uninitialized."""
+        """Allocate uninitialized rows."""
         shape = (count, fields)
         return cls(np.empty(count, np.float32), np.empty(shape, np.int64), np.empty(shape, np.float32))
 
@@ -63,7 +63,7 @@ class Rows(NamedTuple):
         return array
 
     def check(self, table_size: int) -> None:
-        """Raise RowError for the first id, label or value that is not allowed in a row."""
+        """Raise RowError if an id, label or value is invalid."""
         if not len(self.labels):
             return
         if self.ids.view(np.uint64).max(initial=0) >= table_size:  # negative ids are large as uint64
@@ -79,15 +79,15 @@ class Rows(NamedTuple):
 def by_halves(
     read: Callable[[int, int], Rows], count: int, table_size: int
 ) -> Iterator[tuple[int, Rows | RowError]]:
-    """Read rows and check them, all at once if none is broken. Otherwise find broken rows by bisection.
+    """Read and check rows, all in one call if none is broken. Otherwise find broken rows by bisection.
 
     Args:
-        read: Function that takes begin and end.
+        read: Reads rows, given the number of the first, and of the row after the last.
         count: Number of rows.
         table_size: Upper bound of the ids, exclusive.
 
     Yields:
-        The number of the first row, and the rows, or for a broken row the error.
+        The number of the first row, with the rows, or with the error if it is a single broken row.
     """
     todo = [(0, count)] if count else []
     while todo:

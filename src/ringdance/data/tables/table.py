@@ -2,8 +2,8 @@
 
 Note [The index of a table]: ``train.json`` describes the files of the split ``train``. If rows differ in
 length, ``train.npy`` holds the offset of each block of 256 rows (uint64). For each file in turn, it has the
-offsets of the first block (after a header) and of all others, and the end of the last. Files without an
-index are scanned for these offsets once, when they are opened.
+offsets of all blocks, of which the first starts after any header, and the end of the last block. Files
+without an index are scanned for these offsets once, when they are opened.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Table(Files):
         split: Name of the split, such as "train".
         format: "rows", "tfrecord", "libsvm" or "csv".
         fields: Number of (id, value) pairs in each row.
-        table_size: Rows in the embedding table: the upper bound of the ids, exclusive.
+        table_size: Number of rows in the embedding table. All ids are below it.
         files: The files, in the order of the rows.
         offsets: See Note [The index of a table]. Empty for the format ``rows``.
     """
@@ -71,11 +71,11 @@ class Table(Files):
         cls, path: str | os.PathLike[str], split: str = "train", *, table_size: int | None = None,
         format: str | None = None,
     ) -> Table:
-        """Open a prepared directory, or a file of one of the formats.
+        """Open a prepared directory, or a file in one of the formats.
 
         Args:
             path: A directory with ``train.json``, or a file without an index, which is scanned once.
-            split: Name of the split, whose index is read.
+            split: Name of the split whose index to read.
             table_size: Rows in the embedding table. Required for a file without an index; an index includes
                 it.
             format: Format of a file without an index. Defaults to a guess from its name or content.
@@ -89,7 +89,7 @@ class Table(Files):
         if not where.exists():
             raise ArgumentError(f"{where}: no such file or directory")
         if table_size is None:
-            raise ArgumentError(f"{where} does not have an index with its table size: give table_size=.")
+            raise ArgumentError(f"{where} does not have an index with its table size. Pass table_size=.")
         try:
             with open(where, "rb") as stream:
                 name = format or format_of(stream.read(1 << 16), where.suffix)
@@ -105,7 +105,7 @@ class Table(Files):
         if table_size not in (None, about["table_size"]):
             raise ArgumentError(
                 f"table_size={table_size}: {index.parent} was prepared for {about['table_size']} "
-                "(--table-size of `ringdance data prepare criteo`). Use that one or none, or prepare again."
+                "(--table-size of `ringdance data prepare criteo`). Pass that or omit it, or prepare again."
             )
         files = [TableFile(**file) for file in about["files"]]
         is_rows = about["format"] == "rows"
@@ -135,10 +135,11 @@ class Table(Files):
         return np.cumsum([0, *map(_offsets, self.files)])
 
     def read(self, numbers: Indices) -> Rows:
-        """Read rows by their numbers. Any thread may call it. Consecutive numbers are read at once.
+        """Read rows by their numbers. Any thread may call it. Consecutive rows are read together.
 
         Raises:
-            ArgumentError: A file is missing or was changed, or a row is broken. Names the file and the row.
+            ArgumentError: A file is missing or was changed, or a row is broken. The message
+                names the file and the row.
         """
         read, parts = self._rows if self.format == "rows" else self._parsed, []
         for at, rows in by_halves(lambda a, b: read(numbers[a:b]), len(numbers), self.table_size):
@@ -151,7 +152,7 @@ class Table(Files):
         return Rows.joined(parts, self.fields)
 
     def only_label(self) -> float | None:
-        """Return the label that all rows share, or None if both occur. Usually reads only the first rows."""
+        """Return the label that all rows share, or None if they differ. Usually reads only the first rows."""
         first = None
         for start in range(0, len(self), _LABELS):
             labels = self.read(np.arange(start, min(start + _LABELS, len(self)))).labels
@@ -169,7 +170,7 @@ class Table(Files):
         return rows
 
     def _parsed(self, numbers: Indices) -> Rows:
-        """Read the blocks that contain the rows, drop other rows, and parse all at once."""
+        """Read the blocks that contain the rows, drop the other rows, and parse all in one go."""
         form = FORMATS[self.format]
         pieces: list[Array] = []
         bounds: list[Array] = []
@@ -182,7 +183,7 @@ class Table(Files):
             if len(ends) - 1 != min(last * BLOCK, self.files[file].rows) - first * BLOCK:
                 raise ArgumentError(
                     f"{self._name(file)}: bytes {offsets[first]} to {offsets[last]} hold {len(ends) - 1} "
-                    "rows, not what the index says. Was the file changed? Copy it or prepare it again."
+                    "rows, but the index says otherwise. Was the file changed? Copy it or prepare it again."
                 )
             ends = ends[start - first * BLOCK : stop - first * BLOCK + 1]
             pieces.append(data[ends[0] : ends[-1]])
@@ -195,7 +196,7 @@ class Table(Files):
         return form.parse(joined, np.concatenate([*bounds, [size]]), self.fields, self.table_size)
 
     def _runs(self, numbers: Indices) -> list[tuple[int, int, int]]:
-        """Divide numbers into runs: the file, its first row in the run, and the row after the last."""
+        """Divide row numbers into runs: the file, the run's first row in it, and the row after the last."""
         if not len(numbers):
             return []
         if not 0 <= numbers.min() <= numbers.max() < len(self):

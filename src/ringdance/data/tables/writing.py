@@ -38,8 +38,8 @@ class TableWriter(AbstractContextManager["TableWriter"]):
     Args:
         path: Path of the file.
         format: "rows" or "tfrecord".
-        count: Number of rows that will be written. The format ``rows`` stores this number first.
-        fields: Pairs in each row.
+        count: Number of rows that will be written. The format ``rows`` stores it at the start.
+        fields: Number of (id, value) pairs in each row.
     """
 
     def __init__(self, path: Path, format: str, count: int, fields: int) -> None:

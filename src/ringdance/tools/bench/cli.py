@@ -31,13 +31,13 @@ PARTS = {"loader": "loader alone", "step": "step alone", "both": "both"}
 _LESS = {
     "images": "prepare smaller images (`ringdance data prepare ... --resize 256`)",
     "rows": "prepare files that need no parsing (`ringdance data prepare criteo ... --format rows`)",
-    "samples": "do work that is the same for a sample each time once, before training, and store the result",
+    "samples": "do work that gives the same result in every epoch only once, before training, and store it",
 }
 _TAIL = 30  # lines of output shown from a failed run
 
 _INPUT = """\
-Three runs measure for --seconds each: the loader alone (its batches are drawn and dropped), the step alone,
-and both together. The step alone repeats up to 48 batches, which are loaded before in --seconds at most.
+Three runs measure for --seconds each: the loader alone (its batches are read and discarded), the step alone,
+and both together. The step alone repeats up to 48 batches, loaded beforehand within --seconds at most.
 Each speed has its noise: half of the 95% confidence interval, from the spread within the run. The script
 needs no change if its loader is hvd.image_loader(...) or hvd.table_loader(...). Wrap any other loader once:
 
@@ -51,7 +51,7 @@ examples:
   ringdance bench input -H node1:4,node2:4 --seconds 20 -- python train.py
   ringdance bench input -np 4 --json -- python train.py
 
-exit code: 0 if all three runs were measured, otherwise the failed run's, or 2"""
+exit code: 0 if all three runs were measured, otherwise the failed run's exit code, or 2"""
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def judge(speeds: Mapping[str, Speed]) -> Limit:
             "Measure again while nothing else is running on the hosts.",
         )
     noise, other = (hypot(speeds[part].noise, speeds["step"].noise) for part in ("both", "loader"))
-    fast = step / (step + loader) < LITTLE  # even without any overlap, loading would cost less than that
+    fast = step / (step + loader) < LITTLE  # even without any overlap, loading would take less time than this
     if (noise >= max(LITTLE, 1 - both / step) and not fast) or (slow and other >= 1 - loader / step):
         return Limit(
             "unclear", f"The speeds differ by less than their noise, {max(noise, other):.0%}: {all_three}.",

@@ -31,8 +31,8 @@ class Made(NamedTuple):
         steps: Step functions by contestant. Each call runs a step and returns the loss.
         sizes: Name and size in bytes of each gradient, in forward order.
         ready: Measures when the gradients are ready. None if the framework does not report this.
-        exchange: Returns a step function that only averages gradients with the given sizes in bytes, all at
-            once.
+        exchange: Returns a step function that only averages gradients with the given sizes in bytes, all in
+            one group.
         gpu: True if the rank has a GPU.
     """
 
@@ -107,7 +107,7 @@ def _block(step: Step, count: int) -> tuple[float, float]:
     began = time.perf_counter()
     for _ in range(count):
         loss = step()
-    last = float(loss)  # synchronizes with the GPU
+    last = float(loss)  # waits for the GPU
     return (time.perf_counter() - began) / count, last
 
 
@@ -173,7 +173,7 @@ def _torch(given: Mapping[str, Any]) -> Made:
 
 
 def _ready(model: Any, step: Step, gpu: bool) -> Gradients:
-    """Return the median time at which PyTorch's hooks run, or at which the GPU has computed each gradient."""
+    """Return the median time at which each gradient's hook runs, or at which the GPU has computed it."""
     import torch
 
     seen_at: dict[str, tuple[int, list[Any]]] = {}

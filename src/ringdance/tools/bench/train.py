@@ -56,8 +56,8 @@ FRAMEWORKS = {
 _NEEDS = {"tensorflow": ["tensorflow", "keras"], "jax": ["jax", "optax", "keras"]}
 _HELP = """\
 For each number of ranks, and for one rank alone, the model trains on samples from memory. Blocks of steps
-alternate between Ringdance's exchange, no exchange, and the one that --against names. All sizes use the same
-threads per rank: a host's cores divided by the most ranks on a host (OMP_NUM_THREADS, if set, overrides it).
+alternate between Ringdance's exchange, no exchange, and the exchange that --against names. The threads per
+rank stay the same: a host's cores divided by the largest number of ranks on it (or OMP_NUM_THREADS, if set).
 
   speed-up, efficiency   relative to the speed of one rank alone
   exposed                share of the step that the exchange adds
@@ -71,7 +71,7 @@ examples:
   ringdance bench train --model mlp --np 2 --against ddp
   ringdance bench train --model resnet50 --framework jax --np 2 --dtype bfloat16 --image 64 --steps 12
 
-exit code: 0 if all sizes were measured, 2 for a wrong argument or a failed run"""
+exit code: 0 if all numbers of ranks were measured, 2 for a wrong argument or a failed run"""
 
 
 def _in_ranks(given: Mapping[str, Any]) -> Any:
@@ -85,7 +85,7 @@ def sizes(text: str) -> list[int]:
 
 
 def check(given: argparse.Namespace) -> None:
-    """Raise a CommandError if a model, framework or peer is not available."""
+    """Raise a CommandError if the model, framework or other library is not available."""
     has = FRAMEWORKS[given.framework]
     if given.model not in has:
         others = [name for name, models in FRAMEWORKS.items() if given.model in models]
@@ -113,8 +113,8 @@ def figures(
     """Return the JSON file's entry for one number of ranks.
 
     Args:
-        found: Return values of ``ringdance.tools.bench.measure.measure``, by rank. The time for a block is
-            that of its slowest rank.
+        found: Return values of ``ringdance.tools.bench.measure.measure``, by rank. A block takes as
+            long as its slowest rank.
         batch: Samples per rank and step.
         threads: Threads per rank.
         one: Samples per second on a single rank. None if this entry is for a single rank.

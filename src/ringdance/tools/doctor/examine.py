@@ -34,7 +34,7 @@ CHECKS = {check.name: check for check in sorted(_ALL, key=lambda check: AREAS.in
 """Every check by name, in the order of the areas."""
 _SPARE_S = 30.0  # allowance for starting Python, added to the probes' time limit
 _NAMES = 16  # each host resolves the names of this many other hosts
-# Variables that locate libraries. Ranks get the launcher's values, not the values in a login shell there.
+# Variables that locate libraries. Ranks get the launcher's values, not those of a login shell on their host.
 _LIBRARIES = (
     "LD_LIBRARY_PATH", "OPAL_PREFIX", "PMIX_INSTALL_PREFIX", "I_MPI_ROOT", "MPI4PY_LIBMPI", "MPI4PY_MPIABI",
 )  # fmt: skip
@@ -68,7 +68,7 @@ def collect(
 
 
 def _sample(hosts: Sequence[str], host: str) -> tuple[str, ...]:
-    """Return the hosts that ``host`` must resolve: itself and those after it, so each is tried by several."""
+    """Return the hosts that ``host`` must resolve: itself and the next ones. Several try each name."""
     at = hosts.index(host) if host in hosts else 0
     return tuple([*hosts, *hosts][at : at + min(len(hosts), _NAMES + 1)])
 
@@ -82,7 +82,7 @@ def _facts(hosts: HostSet, host: str, answer: Mapping[str, Any]) -> dict[str, An
         reason = answer["problem"] or f"the probes failed: {last_line(output)}"
         error = hosts.problems.get(host, LaunchError(reason))
         way = "" if local else f"ssh {host} "
-        fix = error.fix or f"look at the whole output of: {way}{sys.executable} -m ringdance doctor"
+        fix = error.fix or f"see the full output of: {way}{sys.executable} -m ringdance doctor"
         return {"reach": {"error": error.problem, "fix": fix}}
     return {**facts, "reach": {"error": "", "local": local}}
 

@@ -96,7 +96,7 @@ def _world(host: HostFacts) -> Finding:
         )
     return Finding(
         f"two ranks could not be started: {world['errors'] or 'exit code ' + str(world['code'])}",
-        f"look at the whole output of: {world['line']}",
+        f"see the full output of: {world['line']}",
     )
 
 

@@ -24,9 +24,9 @@ QUICK = {
     **dict.fromkeys(("machine", "environment", "cpu", "memory", "limits"), "machine"),
     **{name: name for name in ("disk", "python", "mpi", "network", "gpu", "leftovers")},
 }
-"""The module of this package with each probe, a function ``NAME_facts``. All take seconds at most."""
+"""Fast probes, each with the module that defines its ``NAME_facts``. Each takes a few seconds at most."""
 PROBES = {**QUICK, "frameworks": "gpu", "world": "mpi"}
-"""All probes: the quick ones, and those that import frameworks in separate processes or start ranks."""
+"""All probes: also the slower ones, which import frameworks in separate processes or start ranks."""
 
 
 def collect(probes: Iterable[str], usage: Usage, seconds: float) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from ringdance.tools.hosts.host_set import HostSet
 
 
 def chained(hosts: HostSet, names: Sequence[str], warn: Callable[[str], None]) -> list[list[str]]:
-    """Connect each host to the next. Returns the chains, to whose first hosts this machine sends.
+    """Connect each host to the next. Returns the chains. This machine sends to each chain's first host.
 
     A new chain starts wherever a connection cannot be made.
 
@@ -48,7 +48,7 @@ def chained(hosts: HostSet, names: Sequence[str], warn: Callable[[str], None]) -
         chains.append([after])
         if before not in hosts.problems and after not in hosts.problems:
             problem = f"{before} cannot connect to {after} ({broken[after]})"
-            warn(f"ringdance hosts: {problem}. This machine sends to {after} instead")
+            warn(f"ringdance hosts: {problem}. This machine will send to {after} instead")
     return chains
 
 
@@ -59,7 +59,7 @@ def addresses(facts: Mapping[str, HostFacts]) -> dict[str, list[str]]:
     for host, known in facts.items():
         shared = networks.interfaces.get(host, ())
         ordered = sorted(known.networks, key=lambda network: network[0] not in shared)
-        # The address at which this machine reached the host may be in none of the known networks (IPv6).
+        # The address at which this machine reached the host may not be on any of the known networks (IPv6).
         all_addresses = [address for _, address, _ in ordered] + [known.reached]
         by_host[host] = list(dict.fromkeys(filter(None, all_addresses))) or ["127.0.0.1"]
     return by_host

@@ -67,7 +67,7 @@ def collect(source: str, destination: str, checksum: bool = False) -> Source:
 
     Args:
         source: File or directory on this machine.
-        destination: Path on the hosts. A relative path starts from this process's working directory.
+        destination: Path on the hosts. A relative path is relative to this process's working directory.
         checksum: If True, compute SHA-256 sums, so that files are compared by content.
 
     Raises:

@@ -27,7 +27,7 @@ Event = tuple[str, dict[str, Any] | None, bytes]
 
 
 def _print(text: str) -> None:
-    print(f"ringdance: {text}", file=sys.stderr, flush=True)  # several commands use these hosts
+    print(f"ringdance: {text}", file=sys.stderr, flush=True)  # names no command, because several use this
 
 
 @dataclass
@@ -153,7 +153,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def host_set(arguments: argparse.Namespace) -> HostSet:
-    """Return the hosts given in the arguments, or by default those allocated by a scheduler, unconnected.
+    """Return the hosts given in the arguments, by default those a scheduler has allocated. Does not connect.
 
     Raises:
         LaunchError: No hosts are given or allocated, or their names cannot be parsed.

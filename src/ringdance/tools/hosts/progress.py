@@ -12,7 +12,7 @@ class CopyProgress(progress.Progress):
     """A progress bar that tracks the slowest host. It is hidden if stderr is not a terminal.
 
     Args:
-        total: Number of bytes that a complete host has.
+        total: Number of bytes that a host has once its copy is complete.
     """
 
     def __init__(self, total: int) -> None:
@@ -32,7 +32,7 @@ class CopyProgress(progress.Progress):
             return
         slowest = min(done, key=done.__getitem__)
         task = self.tasks[self._bar]
-        if not task.completed:  # exclude bytes kept from an earlier copy from the speed
+        if not task.completed:  # do not count bytes from an earlier copy in the speed
             self.reset(self._bar, completed=done[slowest])
         self.start()
         behind = max(done.values()) - done[slowest] > (task.total or 0) / 50

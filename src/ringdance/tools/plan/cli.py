@@ -62,9 +62,9 @@ def _parser() -> Parser:
     add("--from", dest="bench", type=Path, metavar="FILE|RUN_DIR", help=text)
     text = f"model whose gradients are known, instead of --from ({', '.join(models())})"
     add("--model", metavar="NAME", help=text)
-    text = "rate of the model on one rank; with --from, the rate of a rank there, such as on a faster GPU"
+    text = "rate of the model on one rank; with --from, on one rank of the new machine, such as a faster GPU"
     add("--images-per-second", type=number, metavar="R", help=text)
-    add("--of", type=positive, default=1, metavar="N", help="ranks that reach the rate (default: 1)")
+    add("--of", type=positive, default=1, metavar="N", help="ranks that reach the rate together (default: 1)")
     add("--batch", type=positive, metavar="N", help="samples per rank and step (default: the model's)")
     text = f"input comes from memory; from files, GPU hosts deviate by {planner.HOST_SPREAD}"
     add("--synthetic", action="store_true", help=text)
@@ -80,7 +80,7 @@ def _parser() -> Parser:
     add("--samples", type=positive, default=0, metavar="N", help="samples per epoch (default: the model's)")
     how, goal = (parser.add_mutually_exclusive_group() for _ in range(2))
     how.add_argument("--epochs", type=number, default=0.0, metavar="N", help="number of epochs to train")
-    text = "train as many epochs as the batch size needs, by MLPerf's reference points"
+    text = "train as many epochs as the batch size needs according to MLPerf's reference points"
     how.add_argument("--to-accuracy", type=number, metavar="A", help=text)
     add("--price", type=number, metavar="P", help="dollars per hour for a machine")
     text = "find the fewest machines that finish in time T, such as 2h or 90m"

@@ -90,7 +90,7 @@ class Core:
 
     Attributes:
         now: The rank's simulated time in seconds. The core has been busy or waiting up to this time.
-        calls: Name and bytes of each collective between hosts that was started.
+        calls: Name and bytes of each collective that was started between hosts.
     """
 
     machine: Machine
@@ -124,7 +124,7 @@ class Core:
         except StopIteration:
             self.program = None
             return
-        if self.context.achieved != achieved:  # the program only yielded, and can continue at once
+        if self.context.achieved != achieved:  # the program only yielded, and can continue immediately
             self.clock.at(self.now, self.resume)
 
     def until(self, time: float) -> Program:

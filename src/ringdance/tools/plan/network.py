@@ -173,7 +173,7 @@ class SimulatedTransport(Transport):
         return pending
 
     def _linear(self, name: str, sends: Sequence[int], receives: Sequence[int]) -> Pending:
-        """Send a message to each member and receive one from each. Both arguments hold bytes by member."""
+        """Send a message to each member and receive one from each. Both arguments list bytes by member."""
         core, group, numbers = self.core, self.group, self.group.numbers
         following = [*range(self.rank + 1, self.size), *range(self.rank)]
         others = [i for i in following if numbers[i] != numbers[self.rank]]

@@ -18,7 +18,7 @@ from ringdance.tools.plan.simulator import Machine, expected_largest, simulate
 from ringdance.tools.report.metrics import read_run
 
 RANK_SPREAD, HOST_SPREAD = 0.04, 0.1
-"""Standard deviations on GPUs, as shares of a step, fitted to published runs.
+"""Standard deviations of step times on GPUs, as shares of a step, fitted to published runs.
 
 See docs/howto/troubleshooting/plan.md.
 
@@ -272,7 +272,7 @@ def machine(load: Workload, on: Instance, per_host: int) -> Machine:
 
 
 def predict(load: Workload, on: Instance, ranks: int, options: PlanOptions) -> Row:
-    """Predict a training run on ``ranks`` ranks. If a machine has room for more, it is only partly used.
+    """Predict a training run on ``ranks`` ranks. If they do not fill a machine, it is only partly used.
 
     All ranks wait for the slowest one, so the step is simulated at the slowest rank's pace.
     """
@@ -298,7 +298,7 @@ def predict(load: Workload, on: Instance, ranks: int, options: PlanOptions) -> R
 def choose(
     row_of: Callable[[int], Row], most: int, deadline: float = 0.0, budget: float = 0.0
 ) -> tuple[Row | None, dict[int, Row]]:
-    """Find the smallest number of hosts that meets a deadline, or the fastest one within a budget.
+    """Find the smallest number of hosts that meets a deadline, or the fastest number within a budget.
 
     Args:
         row_of: Returns the prediction for a number of hosts.

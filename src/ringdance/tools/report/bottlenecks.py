@@ -52,7 +52,7 @@ def judge(run: RunMetrics, uneven: float = 0.0) -> Limit:
         return Limit(
             "other programs",
             f"Other programs use {taken:.0%} of the cores of {host}. What limits the run without them is "
-            "not known.", "Run it again without these programs, or on cores of its own.", evidence,
+            "not known.", "Run it again without these programs, or give it its own cores.", evidence,
         )  # fmt: skip
     if run.size > 1 and uneven >= max(judging.WORTH, communication, skew) and run.in_use() < judging.BUSY:
         return Limit(
@@ -85,7 +85,7 @@ def _evidence(run: RunMetrics, communication: float, uneven: float, own: float) 
     """Return sentences that break down the time of a step."""
     step = 1e3 / run.steps_per_second
     cores = fmean([rank.cores for rank in run.ranks])
-    of_gpu = f", its GPU is in use for {run.gpu:.0%}." if run.gpu is not None else "."
+    of_gpu = f", and its GPU is in use {run.gpu:.0%} of the time." if run.gpu is not None else "."
     evidence = [
         f"Communication: even the rank that waits least waits {communication:.0%} of a step of {step:.3g} ms "
         "for exchanges.",
@@ -127,7 +127,7 @@ def _skew(run: RunMetrics, evidence: list[str]) -> Limit:
         f"Rank {slow.rank} on host {slow.host} waits {slow.exposed:.0%} of the time. Its own work takes "
         f"{run.waiting.longer:.1f} times as long as on the others. If it were as fast, a step would take "
         f"{step * (1 - run.waiting.skew):.3g} ms instead of {step:.3g}. It uses {slow.cores:.2f} cores on "
-        f"average, the others {cores:.2f}. {run.in_use(slow.host):.0%} of its host's cores are in use."
+        f"average; the others use {cores:.2f}. {run.in_use(slow.host):.0%} of its host's cores are in use."
     )
     doing = (
         f"It barely uses its cores. Find out what rank {slow.rank} waits for: its data, a disk or a lock"

@@ -38,9 +38,9 @@ def main(argv: Sequence[str]) -> int:
         epilog=_EPILOG,
     )
     add = parser.add_argument
-    text = "directory of `ringdance run --output-filename`; describes the last one, compares all"
+    text = "directory of `ringdance run --output-filename`; the page describes the last one and compares all"
     add("directories", metavar="RUN_DIR", nargs="+", type=Path, help=text)
-    add("-o", "--output", type=Path, metavar="FILE", help="page (default: report.html in the last RUN_DIR)")
+    add("-o", "--output", type=Path, metavar="FILE", help="file (default: report.html in the last RUN_DIR)")
     add("--timeline", type=Path, metavar="FILE", help="timeline of the last run (default: one in RUN_DIR)")
     add("--batch-size", type=int, default=0, metavar="N", help="samples per rank and step, to show samples/s")
     add("--json", action="store_true", help="print the result as JSON")

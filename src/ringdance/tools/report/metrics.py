@@ -170,14 +170,14 @@ def read_run(directory: Path) -> RunMetrics:
         what = "has no metrics-*.jsonl" if directory.is_dir() else "is not a directory"
         advice = "start the job with `ringdance run --output-filename DIR`"
         if any(directory.glob("rank.*")):  # created by a job that was started this way
-            advice = "its ranks have not called hvd.init(), or ended within it"
+            advice = "its ranks have not called hvd.init(), or ended during the call"
             outputs = [read_regular(path).strip() for path in sorted(directory.glob("rank.*/stderr"))]
             if end := next((text.splitlines()[-1] for text in outputs if text), ""):
-                advice = f"a rank's stderr ends with {end[-300:]!r}. If that is not why, {advice}"
+                advice = f"a rank's stderr ends with {end[-300:]!r}. If that is not the reason, {advice}"
         raise LaunchError(f"{directory} {what}: {advice}")
     rows = sorted((row for file in files for row in _read(file)), key=itemgetter("time"))
     processes: dict[tuple[int, str, int], list[Row]] = defaultdict(list)
-    last: dict[int, list[Row]] = {}  # of each rank's last process, maybe on another host since a restart
+    last: dict[int, list[Row]] = {}  # rows of a rank's last process, perhaps on a new host after a restart
     for row in rows:
         last[row["rank"]] = own = processes[row["rank"], row["host"], row["pid"]]
         own.append(row)

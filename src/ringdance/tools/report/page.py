@@ -59,7 +59,7 @@ def page(runs: Sequence[RunMetrics], limit: Limit, trace: Sequence[RankTimes], b
 def speed_of(run: RunMetrics, batch: int) -> str:
     """Describe a run's speed. If the batch size is not known, explain how to get the speed in samples."""
     samples = f"{run.steps_per_second * run.size * batch:,.4g} samples/s of all ranks"
-    hint = "with `--batch-size N`, samples per rank and step, also samples/s (images/s, rows/s)"
+    hint = "for samples/s, pass `--batch-size N`, the samples per rank and step"
     return f"{run.steps_per_second:.4g} steps/s; {samples if batch else hint}"
 
 

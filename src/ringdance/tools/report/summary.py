@@ -185,13 +185,13 @@ def notes(ranks: Sequence[RankTimes]) -> list[str]:
     lost = ", ".join(f"{rank.lost} of rank {rank.rank}" for rank in ranks if rank.lost)
     known = {r.host: f"{r.host} to {r.uncertainty * 1e6:,.0f} us" for r in ranks if r.uncertainty}
     gaps = f"Records were overwritten before they were read: {lost}. The summary skips the time they cover."
-    clocks = f"Clocks are known: {', '.join(known.values())}. Smaller delays between ranks are not reported."
+    clocks = f"Clock accuracy: {', '.join(known.values())}. Smaller delays between ranks are not reported."
     return [gaps] * bool(lost) + [clocks] * bool(known)
 
 
 def _incomplete(trace: Trace) -> list[str]:
     ends = [text.removeprefix(END) for text, _ in trace.instants.get((0, 0), ()) if text.startswith(END)]
-    ends = ends or ["its end (is the job running, was its monitor killed, or was the disk full?)"]
+    ends = ends or ["its end (is the job still running, was its monitor killed, or was the disk full?)"]
     return [f"The file lacks {text}." for text in ends if text != "complete"]
 
 

@@ -64,13 +64,13 @@ class Attempt:
 
     Attributes:
         trial: The Optuna trial.
-        directory: Directory for this trial alone. Its file ``exit`` contains the exit code. Creating the file
+        directory: Directory for this trial alone. Its file ``exit`` receives the exit code. Creating the file
             ``stop`` ends the trial at its next report.
         reader: Reads the values of the trial's objective.
     """
 
     def __init__(self, study: Study, number: int | None = None) -> None:
-        """Take over the trial with this number, or create a new trial in the study if it is None."""
+        """Take over the trial with this number, or create a new one in the study if ``number`` is None."""
         self.trial, objective = study.trial(number), study.space.objective
         self.directory = (study.directory / "trials" / f"{self.trial.number:04}").resolve()
         self.exit, self.log = self.directory / "exit", self.directory / "log"
@@ -100,7 +100,7 @@ class Attempt:
     def processes(self) -> list[psutil.Process]:
         """Return the processes on this host that belong to the attempt."""
         processes, mark = psutil.process_iter(["environ"]), str(self.directory)
-        return [p for p in processes if (p.info["environ"] or {}).get(MARK) == mark]  # a zombie's is None
+        return [p for p in processes if (p.info["environ"] or {}).get(MARK) == mark]  # None for a zombie
 
 
 @dataclass
@@ -123,7 +123,7 @@ class Searcher:
     environ: Mapping[str, str]
     grace: float
     _signals: int = 0
-    # The lock protects the study, except for reading a trial's reports, and the two fields below.
+    # The lock protects the two fields below, and the study, except when a trial's reports are read.
     _waiting: list[int] = field(default_factory=list)  # trials to be restarted
     _failed: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -177,7 +177,7 @@ class Searcher:
             return None if enough else Attempt(self.study)
 
     def _run(self, one: Attempt, place: Place) -> None:
-        """Run a trial until it exits or is pruned. If a signal arrives, end it and leave it unfinished."""
+        """Run a trial until it exits or is pruned. On a signal, end the trial and leave it unfinished."""
         slots = ",".join(str(number) for _, number in place)
         filled = fill(self.command, one.trial.params, one.directory, slots)
         launch = [] if self.launch is None else ["ringdance", "run", "-np", str(len(place)), *self.launch]
@@ -248,8 +248,8 @@ class Searcher:
         if 128 < code <= 128 + signal.SIGRTMAX and (left or not trial.user_attrs.get("killed")):
             trial.set_user_attr("killed", not left)
             self._waiting.append(trial.number)
-            return self._say(one, f"was killed and starts again: {reason}")
-        self._failed += bool(code or not one.reader.values)  # but NaN or inf is normal if lr is too high
+            return self._say(one, f"was killed and will start again: {reason}")
+        self._failed += bool(code or not one.reader.values)  # not NaN or inf, normal if lr is too high
         trial.set_user_attr("reason", reason)
         self.study.tell(trial, "FAIL")
         self._say(one, f"failed: {reason}")

@@ -112,7 +112,7 @@ def _checked(name: str, found: Any, known: Sequence[str] = ()) -> dict[str, Any]
         raise ValueError(f"{name} must have lines `key: value`. Received: {found!r}")
     for key, value in found.items() if known else ():
         if key not in known:
-            raise ValueError(f"{name}: unknown key {key!r}. Known are {', '.join(known)}")
+            raise ValueError(f"{name}: unknown key {key!r}. Known: {', '.join(known)}")
         form, words = _FORMS.get(key, (".*", ""))
         if not re.fullmatch(form, repr(value), re.ASCII | re.DOTALL):
             raise ValueError(f"{name}: {key} must be {words}. Received: {value!r}")
@@ -136,7 +136,7 @@ def _parameter(name: Any, found: Any) -> Parameter:
         # If choices are equal (1 and 1.0), Optuna records the first of them, whichever was tried.
         same = [choice for choice in options.get("choices", ()) if options["choices"].count(choice) > 1]
         if same:
-            raise ValueError(f"{' and '.join(map(as_text, same))} are equal to Optuna")
+            raise ValueError(f"Optuna considers {' and '.join(map(as_text, same))} equal")
         getattr(distributions, f"{kind.capitalize()}Distribution")(**options)
     except (ValueError, TypeError) as error:
         ways = "{low: 0.01, high: 1, log: true}, with step: instead of log:, or [a, list, of values]"
@@ -224,7 +224,7 @@ class Reader:
         return record.get("step"), record["value"]
 
     def result(self) -> tuple[float, str]:
-        """Return the trial's result and "". If the result is not finite, return the reason instead of ""."""
+        """Return the trial's result, and why it is not finite ("" if it is)."""
         aim, numbers = self._objective, list(filter(math.isfinite, self.values))
         if not self.values:
             return math.nan, f"no {aim.name} was found by {aim.line or 'ringdance.report'}"

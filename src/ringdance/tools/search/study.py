@@ -42,8 +42,8 @@ class Study:
     def __init__(self, directory: Path, space: Space | None = None, command: Sequence[str] = ()) -> None:
         """Open the study in ``directory``.
 
-        Given a ``space``, open it to run trials, and create it if it does not exist. Otherwise open it to
-        read.
+        Given a ``space``, open the study to run trials, and create it if it does not exist. Otherwise, only
+        read it.
 
         Raises:
             LaunchError: The study does not exist, is in use, or belongs to a different space or command.
@@ -73,7 +73,7 @@ class Study:
         except (ValueError, TypeError, LookupError, AssertionError, RecursionError) as error:
             raise LaunchError(f"{journal} is damaged or not from `ringdance search`: {error}") from None
         if (new := self.space.definition()) != definition:
-            text = f"{directory} belongs to another space: it was {definition}, and is {new}"
+            text = f"{directory} belongs to another space: it was {definition}, and is now {new}"
             raise LaunchError(f"{text}. Use --study DIRECTORY for a new study")
         if space:
             self._check(journal, list(command))
@@ -136,7 +136,7 @@ class Study:
         return self.study.get_trials(deepcopy=False, states=wanted or None)
 
     def best(self) -> FrozenTrial | None:
-        """Return the trial with the best value, if any has finished."""
+        """Return the trial with the best value, or None if no trial has finished."""
         return self.study.best_trial if self.trials("COMPLETE") else None
 
     def trial(self, number: int | None = None) -> Trial:
@@ -175,7 +175,7 @@ def headline(study: Study) -> str:
 
 
 def table(study: Study, *states: str) -> Table:
-    """Return a table of the trials in these states. Without a result, a trial's last report is shown."""
+    """Return a table of the trials in these states. If a trial has no result, its last report is shown."""
     made = Table(title=headline(study), title_justify="left", box=SIMPLE_HEAD)
     names = list(study.space.parameters)
     for name in ("trial", "state", study.space.objective.name, "seconds", *names):

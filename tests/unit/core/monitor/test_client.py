@@ -74,5 +74,5 @@ def test_a_timeline_of_two_monitors_says_how_well_the_clocks_are_known(tmp_path:
     summary = summarize(load(tmp_path / "t.json"))
     assert {row["rank"]: bool(row["clock_uncertainty"]) for row in summary["ranks"]} == {0: False, 1: True}
     assert summary["ranks"][0]["records_lost"] == 0
-    assert [note.partition(" to ")[0] for note in summary["notes"]] == ["Clocks are known: node1"]
+    assert [note.partition(" to ")[0] for note in summary["notes"]] == ["Clock accuracy: node1"]
     assert summary["tensors"][0]["times"] == 19

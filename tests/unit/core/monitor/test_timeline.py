@@ -188,4 +188,4 @@ def test_no_lateness_below_the_uncertainty_of_clocks(
         assert [row["late_rank"] for row in summary["tensors"]] == ([late] if late else [])
         assert timeline.main([str(path)]) == 0
         stdout = capsys.readouterr().out
-        assert f"Clocks are known: node1 to {trip_ms * 500 + 100:,.0f} us." in stdout
+        assert f"Clock accuracy: node1 to {trip_ms * 500 + 100:,.0f} us." in stdout
