@@ -256,7 +256,8 @@ class EmbeddingTable:
                 saved = np.load(path, mmap_mode="r")
                 if saved.shape != (2, self.rows, self.columns):
                     problem = ArgumentError(
-                        f"{path} has a table of shape {saved.shape[1:]}, not {(self.rows, self.columns)}."
+                        f"{path} has a table of shape {saved.shape[1:]} instead of "
+                        f"{(self.rows, self.columns)}."
                     )
             except OSError as error:
                 problem = error
