@@ -102,7 +102,7 @@ class LaunchError(RingdanceError, RuntimeError):
 
     Attributes:
         problem: What is wrong.
-        fix: What to do about it, for callers that show the advice separately. "" if there is no advice.
+        fix: What to do about it, for callers that show the advice separately. "" if unknown.
     """
 
     def __init__(self, problem: str, fix: str = "") -> None:

@@ -48,7 +48,7 @@ class SavedCheckpoint(NamedTuple):
         number: Number of the checkpoint.
         serial: Position in the order of saving, from 1. 0 if the manifest is missing.
         token: Token in the files' temporary names. "" if the manifest is missing. See Note [Manifests].
-        sizes: Sizes of the checkpoint's file and table in bytes. A single entry if there is no table.
+        sizes: Sizes of the checkpoint's file and table in bytes. A single entry without a table.
         checksums: CRC-32 of these files. () if the manifest is missing.
         problem: Why the checkpoint is not complete, or "".
     """

@@ -157,7 +157,7 @@ def _fail(engine: Engine, kind: str, message: str, ended: str, trace: str = "") 
 
 
 def _cause(engine: Engine, kind: str, message: str, trace: str = "") -> None:
-    """Report the cause to our launcher. If there is no launcher, log what Python has not already printed."""
+    """Report the cause to our launcher. Without a launcher, log what Python has not already printed."""
     who = engine.identity
     if "RINGDANCE_JOB" not in os.environ:
         if kind in ("exit", "code"):
