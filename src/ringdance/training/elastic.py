@@ -274,8 +274,8 @@ class _Failures:
             raise error
         if engine is None or engine.rank == 0:
             _log.warning(
-                "ringdance: %s: %s. All ranks go back to the last commit and restart (attempt %d of at most "
-                "%d without a new commit).",
+                "ringdance: %s: %s. All ranks are going back to the last commit and restarting (attempt %d "
+                "of at most %d without a new commit).",
                 type(error).__name__, str(error).rstrip("."), self._count, MOST_FAILURES,
             )  # fmt: skip
 

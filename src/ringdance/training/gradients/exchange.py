@@ -167,7 +167,7 @@ class GradientExchange:
         return True
 
     def start_again(self) -> None:
-        """Forget agreements after ``join()``: a joined rank has missed some of them. Thread: script."""
+        """Discard agreements after ``join()``: a joined rank has missed some of them. Thread: script."""
         self._forget()
         self.reset()
 
