@@ -3,8 +3,8 @@
 A training script uses a binding, for instance ``import ringdance.torch as hvd``. Start it with
 ``ringdance run -np 2 python train.py``, or from Python with ``run``.
 
-Importing this package is cheap and has no side effects: it loads no MPI and no framework, and starts no
-thread and no signal handler. All of that happens in a binding's ``init()``.
+Importing this package is cheap and has no side effects: it does not load MPI or a framework, start threads or
+install signal handlers. All of that happens in a binding's ``init()``.
 """
 
 from __future__ import annotations

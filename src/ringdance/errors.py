@@ -14,7 +14,7 @@
         ├── ProcessSetRemovedError              the process set was removed while work was pending
         ├── ShutDownError                       a rank shut down or exited while others waited
         ├── RankLostError                       a rank died
-        ├── StallError                          a rank did not submit in time
+        ├── StallError                          a rank did not submit an operation in time
         │   └── DeadlockError                   ranks wait for operations that others will never submit
         └── EngineError                         the engine itself failed
 
@@ -40,10 +40,10 @@ UNEVEN_STEPS = (
 
 
 def pip_install(*words: str) -> str:
-    """Return the command that installs packages into the environment of this copy of Ringdance.
+    """Return the command that installs packages into the environment that Ringdance is running in.
 
     Args:
-        words: Package names, and options for ``pip install``. Never pass "ringdance" itself: this copy may
+        words: Package names and options for ``pip install``. Never pass "ringdance" itself: this copy may
             have been installed from a clone, and anyone can publish a package with that name on an index.
     """
     return shlex.join([sys.executable or "python3", "-m", "pip", "install", *words])
@@ -59,11 +59,11 @@ def optional(
         error: Type to raise if the module is missing.
         why: Start of the error message, followed by the advice. Default: the ImportError's message.
         package: Package to install, if its name differs from the module's.
-        more: Text appended to the advice.
+        more: Text appended to the message.
 
     Raises:
-        BaseException: The module cannot be imported. The exception is an ``error``, and its message says
-            what to install or why the installed package fails to import.
+        BaseException: The module cannot be imported. The exception has the type ``error``, and its message
+            says what to install, or why the installed package cannot be imported.
     """
     try:
         return importlib.import_module(module)
@@ -94,7 +94,7 @@ class ArgumentError(RingdanceError, ValueError):
 
 
 class DuplicateNameError(ArgumentError):
-    """The name is already in flight on this rank. Wait for the first operation or use another name."""
+    """An operation with this name is in flight on this rank. Wait for it, or use a different name."""
 
 
 class LaunchError(RingdanceError, RuntimeError):
@@ -102,7 +102,7 @@ class LaunchError(RingdanceError, RuntimeError):
 
     Attributes:
         problem: What is wrong.
-        fix: What to do about it, for those who show it separately, or "".
+        fix: What to do about it, for callers that show the advice separately. "" if unknown.
     """
 
     def __init__(self, problem: str, fix: str = "") -> None:
@@ -111,10 +111,10 @@ class LaunchError(RingdanceError, RuntimeError):
 
 
 class HostsUpdatedInterrupt(RingdanceError, RuntimeError):
-    """The job's hosts have changed. Ends the training function so that it restarts with the current ranks.
+    """The job's hosts have changed. Raise it to leave the training function, which then restarts.
 
     Attributes:
-        skip_sync: True if ranks were only removed, so that state need not be synchronized.
+        skip_sync: True if ranks were only removed, so the state does not need to be synchronized.
     """
 
     def __init__(self, skip_sync: bool = False) -> None:
@@ -131,7 +131,7 @@ class NotInitializedError(CollectiveError, ValueError):
 
 
 class MismatchError(CollectiveError):
-    """Ranks submitted different requests under one name. Raised on all of them. The engine stays usable."""
+    """Ranks submitted different requests under one name. Raised on all ranks. The engine stays usable."""
 
 
 class ProcessSetRemovedError(CollectiveError):
@@ -159,7 +159,7 @@ class EngineError(CollectiveError):
 
     @classmethod
     def of(cls, who: object, cause: BaseException) -> EngineError:
-        """Build the error that all pending operations on the rank ``who`` fail with."""
+        """Build the error with which all pending operations on the rank ``who`` fail."""
         kind = type(cause).__name__
         text = f"The engine on {who} failed: {kind}: {cause}"
         if not isinstance(cause, Exception):

@@ -5,7 +5,7 @@ The dtype for bfloat16 is ``ml_dtypes.bfloat16``. Options of the collectives:
 - If the input is a list or tuple of arrays, the arrays are exchanged together, and the result is a list.
 - ``out`` receives the results and must have the inputs' shapes and dtypes. Pass the inputs themselves to work
   in place, without a copy.
-- ``wait=False`` returns a handle at once, for ``poll`` and ``synchronize``.
+- With ``wait=False``, a call immediately returns a handle for ``poll`` and ``synchronize``.
 """
 
 from __future__ import annotations

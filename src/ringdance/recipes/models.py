@@ -1,4 +1,4 @@
-"""Write exported models atomically, verify them when they are read, and write scores as text."""
+"""Write exported models atomically, verify them on reading, and write scores as text."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def export(
 
 
 def _on_rank_0(name: str, action: Callable[[], str | None]) -> None:
-    """Run an action on rank 0. If it fails or returns a problem, exit on all ranks."""
+    """Run an action on rank 0. If it fails or returns an error message, exit on all ranks."""
     problem = ""
     # Only rank 0 works here, for seconds. Without the pause, the waiting ranks would report a stall.
     with hvd.pause_stall_check("export"):
@@ -96,7 +96,7 @@ def _not_written(name: str, error: Exception) -> str:
 
 
 def wrong_target(given: argparse.Namespace) -> str:
-    """Return why ``--export`` must not write to its target, or "". Called before training starts."""
+    """Return why ``--export`` must not write to its target ("" if it may). Called before training starts."""
     if not given.export:
         return ""
     target = Path(given.export).resolve()

@@ -28,13 +28,13 @@ class Options(Parser):
         add("--steps", type=count, metavar="N", help=limit.format("N steps"))
         add("--time-limit", type=amount, metavar="S", help=limit.format("S seconds"))
         add("--seed", type=number(int, 0), default=0)
-        text = "write checkpoints to DIR, also after each epoch; resume from the newest; keep the best model"
+        text = "write checkpoints to DIR (also after each epoch), resume from the newest, keep the best model"
         add("--checkpoints", metavar="DIR", help=text)
         add("--checkpoint-every", type=count, default=1000, metavar="STEPS", help="default: 1000")
         add("--keep", type=count, default=keep, metavar="N", help=f"checkpoints to keep; default: {keep}")
         add("--export", metavar="MODEL", help="export the best model (without --checkpoints, the last one)")
         add("--log-every", type=count, default=log_every, metavar="STEPS", help=f"default: {log_every}")
-        text = "price per hour of all machines together; prints the cost so far"
+        text = "total price of all machines per hour; the cost so far is then printed"
         add("--price-per-hour", type=amount, metavar="P", help=text)
         add("--tensorboard", metavar="DIR", help="write losses, rate, speed and evaluations to DIR")
 
@@ -44,7 +44,7 @@ class Options(Parser):
         names = f"default: 8xV100; {', '.join(presets)}"
         add("--preset", default="8xV100", choices=presets, metavar="NAME", help=names)
         add("--epochs", type=count, metavar="N", help="length of the schedule, in epochs")
-        text = "images per rank and pass; the learning rate is scaled in proportion"
+        text = "images per rank and pass; the learning rate is scaled proportionally"
         add("--batch-size", type=count, metavar="N", help=text)
         add("--optimizer", choices=optimizers)
         text = "peak learning rate for the global batch, not scaled further"
@@ -54,7 +54,7 @@ class Options(Parser):
         add("--threads", type=count, metavar="N", help=text)
         text = "evaluate every EPOCHS epochs and after the last one; 0: never; default: 1"
         add("--evaluate-every", type=int, default=1, metavar="EPOCHS", help=text)
-        text = "only evaluate the best model in --checkpoints, or the newest if none is best, or --weights"
+        text = "only evaluate: the best model in --checkpoints (the newest if none is best), or --weights"
         add("--evaluate", action="store_true", help=text)
         add("--sample-log", metavar="DIR", help="log in DIR which images each rank used in each step")
         self.add_shared(keep=3, log_every=20)

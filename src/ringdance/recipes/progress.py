@@ -56,7 +56,7 @@ class ProgressTable:
         self._mark, self._counted, self._waited = time.perf_counter(), 0, 0.0
 
     def timed(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """Yield the loader's batches, and measure how long training waits for them."""
+        """Yield the loader's batches, measuring how long training waits for them."""
         batches = iter(loader)
         while True:
             began = time.perf_counter()

@@ -76,7 +76,9 @@ def score_rows(given: argparse.Namespace, about: dict[str, Any]) -> int:
     """Score click-log rows, and print metrics if they have labels. Returns 0."""
     data = Table.open(given.data, given.split, table_size=about["table_size"])
     if data.fields != about["fields"]:
-        raise ArgumentError(f"{given.data} has {data.fields} fields, {given.model} needs {about['fields']}")
+        raise ArgumentError(
+            f"{given.data} has {data.fields} fields, but {given.model} needs {about['fields']}"
+        )
     layers, table = program_of(given.model, about), np.load(given.model / "table.npy", mmap_mode="r")[0]
     metrics, began = hvd.BinaryScores(), time.perf_counter()
     with text_file(given.output) as output:
@@ -131,7 +133,7 @@ def images_of(given: argparse.Namespace, classes: list[str]) -> Any:
     except NotADirectoryError:
         raise ArgumentError(f"{given.data} is not an image ({', '.join(ENDINGS)})") from None
     if list(map(str, prepared.classes)) != classes:
-        raise ArgumentError(f"{given.data} has other classes than {given.model}")
+        raise ArgumentError(f"the classes of {given.data} and {given.model} differ")
     return prepared
 
 
@@ -171,7 +173,7 @@ def main() -> None:
     parser = Options(description=__doc__)
     add = parser.add_argument
     add("model", type=Path, metavar="MODEL", help="a directory that --export has written")
-    add("data", type=Path, metavar="DATA", help="prepared data, a file of rows, or one or more photographs")
+    add("data", type=Path, metavar="DATA", help="prepared data, a file of rows, or images (file or folder)")
     add("--split", default="train", help="split of prepared data; default: train")
     add("--output", metavar="FILE", help="default: print the metrics only")
     add("--batch-size", type=int, metavar="N", help="default: 8192 rows, 32 images")

@@ -20,7 +20,7 @@ def autocast(device: torch.device, precision: str) -> AbstractContextManager[Any
 
 
 def load_weights(model: torch.nn.Module, file: str, is_head: Callable[[str], bool]) -> list[str]:
-    """Load a state dict. If its head is for other classes, the model keeps its own head.
+    """Load a state dict. If the saved head is for other classes, the model keeps its current head.
 
     Args:
         model: Model to load the state dict into.

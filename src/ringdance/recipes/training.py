@@ -34,7 +34,7 @@ from ringdance.recipes.progress import ProgressTable, clock, diverged
 
 Array = np.ndarray[Any, Any]
 TRAINED_ON = "train (the data has no other split: these are not validation metrics)"
-"""Name of what is evaluated if the data has only the split that is trained on."""
+"""Name of the evaluated split if the data has only the split that is trained on."""
 
 
 @dataclass
@@ -106,7 +106,7 @@ class Training:
         self.progress.print(text)
 
     def _note(self, batch: Any) -> None:
-        """Log which samples this rank used in a step."""
+        """Log the samples that this rank used in a step."""
         if self._used:
             about = {"step": self.at.step, "epoch": self.at.epoch}
             with self._used.open("a") as file:
@@ -215,14 +215,14 @@ class Training:
         self, loader: Any, step: Callable[[Any, Position], float],
         due: Callable[[Position, bool, bool], bool] | None = None,
     ) -> None:
-        """Train from the current position until the last epoch, a limit, or until evaluations stop improving.
+        """Train until the last epoch or a limit is reached, or until evaluations stop improving.
 
         Args:
             loader: Loads the samples. ``loader.plan`` knows where an epoch ends.
             step: Updates the model with one batch, given the position. Returns the learning rate.
             due: Returns True if it is time to evaluate, given the position and two booleans: the epoch has
                 ended, and training has ended. By default, evaluate after every ``given.evaluate_every``
-                epochs and at the end, or never if that is 0.
+                epochs and at the end, or never if that option is 0.
         """
         given, at = self.given, self.at
         self.progress.clear()
@@ -294,7 +294,7 @@ class Training:
                 self.kept = replace(at)
                 self.save(self.best)
             return False
-        at.worse += at.step > self.kept.step  # up to kept.step, an earlier run improved later
+        at.worse += at.step > self.kept.step  # until kept.step: an earlier run later found a better model
         if self.patience and at.worse >= self.patience:
             self.print(f"stopped early: {self.score} was not above {at.best:.5f} in {at.worse} evaluations")
             return True
@@ -323,7 +323,7 @@ class Training:
 
 @contextmanager
 def _one_sentence() -> Iterator[None]:
-    """Turn a checkpoint error into a one-sentence exit on all ranks."""
+    """On a checkpoint error, exit on all ranks with a one-line message instead of a traceback."""
     try:
         yield
     except (ArgumentError, hvd.CheckpointError) as error:

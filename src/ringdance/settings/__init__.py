@@ -95,7 +95,7 @@ def _first(environ: Mapping[str, str], *names: str) -> tuple[str, str]:
 
 
 def _value(setting: Setting, variable: str, text: str, notes: list[str]) -> Any:
-    """Parse ``text``. If that fails, a legacy name gets a note and a substitute value.
+    """Parse ``text``. If that fails for a legacy name, add a note and return a substitute value.
 
     Raises:
         SettingError: The text of a ``RINGDANCE_*`` name cannot be parsed.

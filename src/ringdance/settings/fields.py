@@ -85,7 +85,7 @@ class Settings:
     )
     overlap: str = _setting(
         "auto", choice("auto", "on", "off"),
-        "Exchange gradients on the engine's thread during backward. auto: if there are idle cores.",
+        "Exchange gradients on the engine's thread during backward. auto: only if there are idle cores.",
     )
     sparse: str = _setting(
         "auto", choice("auto", "rows", "dense"),
@@ -94,7 +94,7 @@ class Settings:
     )
     check_weights: str = _setting(
         "warn", choice("warn", "error", "off"),
-        "Reaction if the ranks' parameters differ in step 2 (PyTorch only), 10, 100, 1000 and so on.",
+        "What to do if the ranks' parameters differ in step 2 (PyTorch only), 10, 100, 1000 and so on.",
         common=True,
     )
     jax_ffi: str = _setting(
@@ -171,12 +171,12 @@ class Settings:
         unit="s", legacy="HOROVOD_STALL_CHECK_TIME_SECONDS",
     )
     stall_shutdown_time: float = _setting(
-        0.0, NUMBER, "Time after which such a tensor stops the job. 0: never.",
+        0.0, NUMBER, "Time after which a tensor that some ranks have not submitted stops the job. 0: never.",
         unit="s", legacy="HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
     )
     deadlock_time: float = _setting(
         30.0, NUMBER, "Time without a new call after which ranks that all wait for each other raise "
-        "DeadlockError. 0: never (as with Horovod's names).", unit="s",
+        "DeadlockError. 0: never (the default in scripts that import horovod).", unit="s",
     )
     log_level: str = _setting(
         "warning", choice("trace", "debug", "info", "warning", "error", "fatal"),
@@ -195,7 +195,7 @@ class Settings:
         False, "Mark each round of agreement in the timeline.", legacy="HOROVOD_TIMELINE_MARK_CYCLES"
     )
     timeline_steps: tuple[int, ...] = _setting(
-        (), STEPS, "Steps in the timeline, such as 100:110. Empty: all, up to its maximum size.",
+        (), STEPS, "Steps to record in the timeline, such as 100:110. Empty: all, up to the maximum size.",
         unit="steps",
     )
     summary_time: float = _setting(

@@ -5,8 +5,8 @@ from __future__ import annotations
 RANK_VARIABLES = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
 """Variables with a process's ranks and sizes, with either prefix. Set by launchers, otherwise by init()."""
 
-_TUNER = "the tuner compares neighboring values and fits no model"
-_NCCL = "NCCL is used as torch sets it up"
+_TUNER = "the tuner compares neighboring values and does not fit a model"
+_NCCL = "torch sets up NCCL"
 _GLOO = "Gloo is not used; MPI connects the ranks"
 _ONE_SCHEME = "ranks on a host first reduce in shared memory; --autotune detects whether that is slower"
 NO_EFFECT: dict[str, tuple[str, str]] = {

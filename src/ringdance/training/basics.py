@@ -25,7 +25,9 @@ _log = logging.getLogger("ringdance")
 
 
 def init(comm: Any = None, process_sets: Iterable[ProcessSet] | str | None = None) -> None:
-    """Join the job. Returns when all ranks have joined. If already in a job, only bind the process sets.
+    """Join the job. Returns when all ranks have joined.
+
+    If this process is already in a job, this only binds the process sets.
 
     Args:
         comm: ``None`` for the whole job, a list of ranks in MPI_COMM_WORLD, or an mpi4py communicator. With a
@@ -35,8 +37,8 @@ def init(comm: Any = None, process_sets: Iterable[ProcessSet] | str | None = Non
 
     Raises:
         ArgumentError: Two sets are equal, a set equals the global set, or the sets differ between ranks.
-            Raised on all ranks. This process is in the job nevertheless, and may call ``init`` again with
-            other sets.
+            Raised on all ranks. This process has joined the job nevertheless, and may call ``init`` again
+            with other sets.
         KeyError: The job already has process sets, but none with the ranks of a set in ``process_sets``.
     """
     if isinstance(process_sets, str):
@@ -55,7 +57,7 @@ def init(comm: Any = None, process_sets: Iterable[ProcessSet] | str | None = Non
         if session.engine().closed:  # A child process of a rank, which is not part of the job.
             return
     # The first call registers even an empty list, because another rank may pass sets and must get the error.
-    # If that list was refused, no sets exist yet, so a later call may pass another list.
+    # If the first list was refused, no sets exist yet, so a later call may pass another list.
     if not again or (sets and len(session.engine().process_sets()) == 1):
         _register_sets(sets)
         session.engine().recorder.uncounted()
@@ -74,7 +76,7 @@ def _register_sets(process_sets: list[ProcessSet]) -> None:
     other sets, sorted by their ranks.
 
     Raises:
-        ArgumentError: On any rank, sets are equal to each other or to the global set, or out of range.
+        ArgumentError: On any rank, a set equals another set or the global set, or has ranks out of range.
         SetsDifferError: The lists differ between ranks.
     """
     engine = session.engine()
@@ -153,7 +155,7 @@ def is_homogeneous() -> bool:
 
 
 def mpi_threads_supported() -> bool:
-    """Return True if the program may use MPI itself (with mpi4py) from any thread.
+    """Return True if the program may make its own MPI calls (with mpi4py) from any thread.
 
     Collectives can always be submitted from several threads.
     """
@@ -181,7 +183,7 @@ def gloo_built() -> bool:
 
 
 def nccl_built() -> int:
-    """Return 0, because only ``ringdance.torch`` uses NCCL. Scripts compare the number."""
+    """Return 0, because only ``ringdance.torch`` uses NCCL. A number, because scripts compare it."""
     return 0
 
 

@@ -4,8 +4,8 @@ Note [Manifests]: a checkpoint exists from the moment its manifest is renamed to
 its files have temporary names that contain a unique token, which is also recorded in the manifest. Afterwards
 the files are renamed to their final names. Readers prefer a file's temporary name if it still exists, so a
 checkpoint is complete even if its writer was killed between the renames, and a table always matches its
-model. Files that were copied without their manifests also count, but as older than checkpoints with
-manifests.
+model. Files that were copied without their manifests also count as checkpoints, but as older than any
+checkpoint with a manifest.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class SavedCheckpoint(NamedTuple):
         number: Number of the checkpoint.
         serial: Position in the order of saving, from 1. 0 if the manifest is missing.
         token: Token in the files' temporary names. "" if the manifest is missing. See Note [Manifests].
-        sizes: Sizes of the checkpoint's file and table in bytes. One entry without a table.
+        sizes: Sizes of the checkpoint's file and table in bytes. A single entry without a table.
         checksums: CRC-32 of these files. () if the manifest is missing.
         problem: Why the checkpoint is not complete, or "".
     """
@@ -118,7 +118,7 @@ class CheckpointFiles:
             if there is None and file == path:
                 return None
             if there != size:
-                problem = "is missing" if there is None else f"has {there} bytes, not {size}"
+                problem = "is missing" if there is None else f"has {there} bytes instead of {size}"
                 saved = saved._replace(problem=f"{file} {problem}")
         with contextlib.suppress(OSError):
             if saved.problem and manifest and _manifest(path).read_bytes() != manifest:
@@ -126,7 +126,7 @@ class CheckpointFiles:
         return saved if _size(present_path(path, saved.token)) is not None else None
 
     def find(self, number: int | None) -> SavedCheckpoint | None:
-        """Return a checkpoint, or the last saved one if ``number`` is None. None if there are none.
+        """Return checkpoint ``number``, or the last one saved if it is None. None if there are none.
 
         Raises:
             CheckpointError: The checkpoint does not exist or is damaged.
@@ -156,7 +156,7 @@ class CheckpointFiles:
         """Verify a checkpoint's checksums. Returns the checkpoint, with a problem if a checksum differs.
 
         Raises:
-            FileNotFoundError: Another process has just replaced it.
+            FileNotFoundError: Another process has just replaced the checkpoint.
         """
         path = self.path(saved.number)
         if saved in self._whole:
@@ -224,7 +224,7 @@ class CheckpointFiles:
                 self._remove(old)
 
     def _claim(self) -> None:
-        """Before the first save, finish what killed writers left, and remove what cannot be finished."""
+        """Before the first save, finish checkpoints of killed writers, and remove incomplete ones."""
         with _naming:
             if self._claimed:
                 return
@@ -236,8 +236,8 @@ class CheckpointFiles:
                 fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # This process may already hold the lock.
             except (BlockingIOError, PermissionError):
                 _log.warning(
-                    "ringdance: another process, perhaps on another host, writes the checkpoints %s in %s. "
-                    "Use a different directory or name= for each job, because each job removes old "
+                    "ringdance: another process, perhaps on another host, is writing the checkpoints %s in "
+                    "%s. Use a different directory or name= for each job, because each job removes old "
                     "checkpoints.",
                     self.path(0).name.replace("0" * 8, "*"), self._directory,
                 )  # fmt: skip
@@ -249,7 +249,7 @@ class CheckpointFiles:
             for path in self._directory.iterdir():
                 match = self._partials.fullmatch(path.name)
                 if match and match["token"] not in tokens:
-                    with contextlib.suppress(OSError):  # For example, because the name is a directory.
+                    with contextlib.suppress(OSError):  # It fails if, for example, the path is a directory.
                         path.unlink()
 
     def _finish(self, saved: SavedCheckpoint) -> None:

@@ -39,8 +39,8 @@ class Checkpoints:
     """Numbered checkpoints in a directory. Only the most recent ones are kept.
 
     All ranks must call the methods. Only rank 0 uses the directory, so no other host needs access to it. A
-    checkpoint exists once it is completely on disk, so a killed run loses at most the one it was writing.
-    Other checkpoints can be in the same directory if their name or suffix differs.
+    checkpoint exists once it is completely on disk, so a killed run loses at most the checkpoint that it was
+    writing. Other checkpoints can be in the same directory if their name or suffix differs.
 
     Args:
         directory: Directory, created if needed.
@@ -49,8 +49,8 @@ class Checkpoints:
         suffix: Suffix such as ".pt". It cannot end with ".npy".
 
     Raises:
-        ArgumentError: ``keep`` is less than 1, or files cannot have such names.
-        CheckpointError: Rank 0 cannot create the directory. Raised on all ranks, here and by the methods.
+        ArgumentError: ``keep`` is less than 1, or ``name`` or ``suffix`` cannot be used in file names.
+        CheckpointError: Rank 0 cannot create the directory. Raised on all ranks, as are the methods' errors.
     """
 
     def __init__(
@@ -71,21 +71,22 @@ class Checkpoints:
     def save(
         self, number: int, write: Callable[[Path], Any], table: EmbeddingTable | None = None
     ) -> None:
-        """Write a checkpoint in the background. First wait for the previous one to complete.
+        """Write a checkpoint in the background, after waiting for the previous one to complete.
 
         Args:
-            number: A number, 0 or more, such as the step. Replaces an existing checkpoint with this number.
-            write: Called on rank 0 in a thread, with the path of a file to write. The data it saves must not
-                change in the meantime: pass it copies.
-            table: Table to save with the checkpoint, as it is now, in a separate file.
+            number: Non-negative number, such as the step. Replaces an existing checkpoint with this number.
+            write: Called on rank 0 in a thread, with the path of the file to write. The data that it saves
+                must not change until it returns, so let it save copies.
+            table: Table to save in a separate file, with its current values.
 
         Raises:
-            CheckpointError: The previous checkpoint, or a sharded table (written now), could not be written.
+            CheckpointError: The previous checkpoint could not be written, or the table is sharded, and
+                therefore written before this call returns, and could not be written.
         """
         if (number := operator.index(number)) < 0:
             raise ArgumentError(f"Checkpoints.save({number}): number must not be negative.")
         if self._closed:
-            raise ArgumentError(f"Checkpoints.save({number}) after close(). Create a new Checkpoints.")
+            raise ArgumentError(f"Checkpoints.save({number}) was called after close(). Create a new object.")
         self.wait()
         token = uuid.uuid4().hex
         path = partial_path(table_path(self._files.path(number)), token)
@@ -110,7 +111,7 @@ class Checkpoints:
             tokens.discard(token)
 
     def wait(self) -> None:
-        """Wait until the last checkpoint is on the disk."""
+        """Wait until the last checkpoint is on disk."""
 
         def result() -> None:
             if (writing := self._writing) is not None:
@@ -133,12 +134,12 @@ class Checkpoints:
 
         Args:
             number: Number of the checkpoint. None means the last one saved. In that case, damaged checkpoints
-                are skipped with a warning, and None is returned if none exist.
+                are skipped with a warning, and the result is None if the directory has none.
             table: Table to fill with the values that were saved with the checkpoint.
 
         Raises:
             CheckpointError: The checkpoint does not exist or has no table, or all are damaged.
-            ArgumentError: Its table has a different shape. Raised on all ranks.
+            ArgumentError: The saved table has a different shape. Raised on all ranks.
         """
 
         def find() -> tuple[SavedCheckpoint, bytes, Path | None] | None:
@@ -170,7 +171,7 @@ class Checkpoints:
         raise self._error("other processes keep replacing checkpoints while they are read")
 
     def close(self) -> None:
-        """Wait for the last checkpoint, and stop the thread."""
+        """Wait until the last checkpoint is written, and stop the writer thread."""
         self._closed = True
         try:
             self.wait()

@@ -38,7 +38,9 @@ _OPERATIONS = {int(operation): operation for operation in ReduceOp}
 
 
 class UnsupportedOperationError(ArgumentError, CollectiveError, NotImplementedError):
-    """The operation is not supported for this collective, dtype or number of ranks. Raised locally, at once.
+    """The operation is not supported for this collective, dtype or number of ranks.
+
+    Raised immediately, on the calling rank only.
 
     Derives from all three classes, because Horovod raises different ones in different cases.
     """

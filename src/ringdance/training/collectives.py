@@ -5,8 +5,8 @@ to NumPy views, submits the call and converts the results back to tensors. A cal
 compiling frameworks can store it in a graph as text.
 
 Note [Refused calls]
-An argument error that only this rank can see is raised here at once. The other ranks are still waiting for
-this rank's call, so ``Call.refuse`` makes their calls fail with the same message.
+An argument error that only this rank can see is raised here immediately. The other ranks are still waiting
+for this rank's call, so ``Call.refuse`` makes their calls fail with the same message.
 """
 
 from __future__ import annotations
@@ -122,12 +122,12 @@ class Call:
             outputs: Arrays that receive the results. Only allowed if the call ``keeps_shapes``. Pass the
                 inputs to work in place, or ``None`` to let the engine allocate.
             splits: Alltoall only: for each tensor, the numbers of rows to send to each member, or ``None``.
-            wake: If True, wake the engine thread to start the call. Callers that wait at once pass False.
+            wake: If True, wake the engine thread to start the call. Callers that wait right away pass False.
             device: Kind of device, if the inputs are the framework's own tensors.
             ready: Passed on to ``Request``.
 
         Returns:
-            A work whose result is a list of arrays, one for each input.
+            A ``Work`` whose result is a list of arrays, one for each input.
 
         Raises:
             ArgumentError: A type, operation, root or split is invalid, this process is not a member, or
@@ -316,13 +316,13 @@ _listeners: weakref.WeakKeyDictionary[Engine, list[weakref.WeakMethod[Callable[[
 
 
 def on_join(engine: Engine, method: Callable[[], None]) -> None:
-    """Call a bound method each time ``join`` returns on this rank, for as long as its object is alive."""
+    """Call a bound method each time ``join`` returns on this rank, while the method's object is alive."""
     known = [reference for reference in _listeners.get(engine, []) if reference() is not None]
     _listeners[engine] = [*known, weakref.WeakMethod(method)]
 
 
 def barrier(engine: Engine, set_id: int = 0) -> None:
-    """Return after all members have entered."""
+    """Return after all members have called this."""
     members_of(engine, set_id)
     engine.submit(Request(_BARRIER, set_id=set_id), wake=False).wait()
 

@@ -51,7 +51,7 @@ class State:
     Subclasses define ``save``, ``restore`` and ``sync``, and ``reset`` if needed.
 
     Args:
-        bcast_object: Function that returns rank 0's object on all ranks. Default: ``broadcast_object``.
+        bcast_object: Function that returns rank 0's object on all ranks. Defaults to ``broadcast_object``.
         get_rank: Function that returns this process's rank.
     """
 
@@ -98,7 +98,7 @@ class State:
         raise NotImplementedError
 
     def reset(self) -> None:
-        """Adapt to the restarted job, whose ranks may differ. Does nothing in this class."""
+        """Adapt to the restarted job, whose ranks may have changed. Does nothing in this class."""
 
 
 class ObjectState(State):
@@ -274,8 +274,8 @@ class _Failures:
             raise error
         if engine is None or engine.rank == 0:
             _log.warning(
-                "ringdance: %s: %s. All ranks go back to the last commit and restart (attempt %d of at most "
-                "%d without a new commit).",
+                "ringdance: %s: %s. All ranks are going back to the last commit and restarting (attempt %d "
+                "of at most %d without a new commit).",
                 type(error).__name__, str(error).rstrip("."), self._count, MOST_FAILURES,
             )  # fmt: skip
 
@@ -290,7 +290,7 @@ class ElasticIndices:
 
     The data set's indices are shuffled with Python's ``random`` module, seeded with ``seed + epoch``. The
     first ``processed_num`` indices are done. The remaining indices are padded to a multiple of the number of
-    ranks, by repeating them from their start, and are distributed round-robin. All ranks compute the same
+    ranks, by repeating the first ones, and are distributed round-robin. All ranks compute the same
     indices without communication.
 
     Args:
@@ -302,7 +302,7 @@ class ElasticIndices:
         epoch: Epoch set by ``set_epoch``.
         processed_num: Number of samples done in this epoch, on all ranks together.
         num_replicas, rank: Number of ranks and this rank's number, as of the last ``reset``.
-        remaining_indices: Indices that were not yet done at the last ``reset``.
+        remaining_indices: Indices that had not been processed at the last ``reset``.
         num_samples: Number of remaining samples per rank, with padding.
         total_size: Number of remaining samples on all ranks together, with padding.
     """

@@ -54,7 +54,7 @@ class EmbeddingTable:
         accumulator: Initial sum of squared gradients, 0 or more. Larger values make the first steps smaller.
             The default is the same as in Keras and TensorFlow. If the loss is a mean over the batch,
             gradients are small. As long as the sum of their squares is far below this value, the updates are
-            like SGD with learning rate rate / sqrt(accumulator).
+            like SGD with a learning rate of rate / sqrt(accumulator).
         sharded: If True, each rank holds only its own part of the rows, and ``lookup`` is a collective call.
         seed: Seed for the initial values, which do not depend on the number of ranks.
         name: Key that matches the ranks' calls. Also appears in messages.
@@ -90,7 +90,7 @@ class EmbeddingTable:
             self._own(self.values, begin, end)[:] = drawn[self._first(begin) :: self._size]
 
     def lookup(self, ids: Any, training: bool = True) -> tuple[Array, Array]:
-        """Return each row that occurs in ``ids`` once, and for each id the index of its row in the result.
+        """Return the distinct rows that ``ids`` select, and for each id the index of its row among them.
 
         Args:
             ids: Row numbers: an integer array of any shape, or a tensor in host memory.
@@ -137,8 +137,8 @@ class EmbeddingTable:
         arrays = [np.asarray(gradient, np.float32) for gradient in gradients]
         if [array.shape for array in arrays] != [(len(lookup.keys), self.columns) for lookup in lookups]:
             raise ArgumentError(
-                f"{self.name}: pass one gradient for the rows of each lookup since the last update, of "
-                f"shapes {[(len(lookup.keys), self.columns) for lookup in lookups]}, not "
+                f"{self.name}: pass one gradient for each lookup since the last update. Expected shapes: "
+                f"{[(len(lookup.keys), self.columns) for lookup in lookups]}. Received: "
                 f"{[array.shape for array in arrays]}. Use training=False for a lookup without an update. "
                 "These lookups have been discarded."
             )
@@ -234,7 +234,7 @@ class EmbeddingTable:
                 _write(Path(path), self.rows, self.columns, parts)
             except OSError as error:
                 problem = error
-        for _ in parts:  # After an error too, all ranks must run the remaining collectives.
+        for _ in parts:  # Even after an error, all ranks must run the remaining collectives.
             pass
         if problem := broadcast_object(problem, name=f"{self.name}.saved"):
             raise problem
@@ -256,7 +256,8 @@ class EmbeddingTable:
                 saved = np.load(path, mmap_mode="r")
                 if saved.shape != (2, self.rows, self.columns):
                     problem = ArgumentError(
-                        f"{path} has a table of shape {saved.shape[1:]}, not {(self.rows, self.columns)}."
+                        f"{path} has a table of shape {saved.shape[1:]} instead of "
+                        f"{(self.rows, self.columns)}."
                     )
             except OSError as error:
                 problem = error
@@ -325,7 +326,7 @@ class _Lookup:
 
 
 def _unique(ids: Array) -> tuple[Array, Array]:
-    """Return the unique ids in ascending order, and each id's index among them, as np.unique does.
+    """Return the unique ids in ascending order, and each id's index among them, like np.unique.
 
     Packing id and position into one integer and sorting these integers is faster than an argsort followed by
     an indirect lookup. The ids are row numbers of a table in memory, so id and position fit into 63 bits.

@@ -65,7 +65,7 @@ class Process:
     def _on_exception(
         self, previous: Any, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        """Report an uncaught exception as the cause, to the launcher and to the peers."""
+        """Report an uncaught exception to the launcher and the peers as the cause of the failure."""
         engine = self.engine
         previous(kind, error, trace)
         self.failed = True
@@ -81,7 +81,7 @@ class Process:
             self._note_failure()
 
     def _note_failure(self) -> None:
-        """Report once that this rank fails, because of an error that was never raised, or its exit code."""
+        """Report (once) that this rank has failed: an error was never raised, or the exit code is not 0."""
         if self.unseen is not None and self.pid == os.getpid() and not self.failed:
             self.engine, error = self.unseen
             error.add_note("ringdance: this happened in a compiled program. No result was read afterwards.")
@@ -108,7 +108,7 @@ class Process:
             finalize(self.clean and not self.failed)
 
     def _end_well(self, engine: Engine) -> None:
-        """Leave the job together with all ranks. If another rank is still waiting, the job fails."""
+        """Leave the job together with all other ranks. If another rank is still waiting, the job fails."""
         done = f" after {engine.recorder.steps_text()}"
         self.clean &= engine.shutdown(f"has ended its program{done}", departing=True)
         _warn_of_incomplete(engine)
@@ -157,7 +157,7 @@ def _fail(engine: Engine, kind: str, message: str, ended: str, trace: str = "") 
 
 
 def _cause(engine: Engine, kind: str, message: str, trace: str = "") -> None:
-    """Report the reason to our launcher. If there is none, log what Python has not already printed."""
+    """Report the cause to our launcher. Without a launcher, log what Python has not already printed."""
     who = engine.identity
     if "RINGDANCE_JOB" not in os.environ:
         if kind in ("exit", "code"):
@@ -173,11 +173,11 @@ def _cause(engine: Engine, kind: str, message: str, trace: str = "") -> None:
 def _warn_of_incomplete(engine: Engine) -> None:
     """Warn about asynchronous operations that were never waited for. Their results are lost."""
     names = engine.end.incomplete
-    if names and not engine.end.unclean:  # otherwise the rank that waits gets an error
+    if names and not engine.end.unclean:  # After an unclean end, the waiting rank gets an error.
         shown = ", ".join(f"'{name}'" for name in names[:6])
         more = f" and {len(names) - 6} more" if len(names) > 6 else ""
         _log.warning(
             "ringdance: %s ended its program with incomplete operations: %s%s. Call synchronize() with each "
-            "handle. An operation that another rank never submits does not complete.",
+            "handle. An operation that another rank never submits cannot complete.",
             engine.identity, shown, more,
         )  # fmt: skip

@@ -21,7 +21,7 @@ _LEAST = 1e-15  # Probabilities are clipped to this minimum before taking the lo
 
 
 class TopK:
-    """Counts how often the correct class is among the top k. Exact: integers are summed over the ranks.
+    """Counts how often the correct class is among the top k. Exact, because the ranks sum integers.
 
     A class with the same score as the correct class is ranked above it. If the correct class's score is NaN,
     all other classes are ranked above it.
@@ -60,13 +60,13 @@ class TopK:
         if labels.size and labels.max() >= scores.shape[1]:
             raise ArgumentError(f"TopK.add: label {labels.max()} is not one of {scores.shape[1]} classes.")
         right = scores[np.arange(len(labels)), labels]
-        better = np.count_nonzero(~(scores < right[:, None]), axis=1) - 1  # Not counting itself.
+        better = np.count_nonzero(~(scores < right[:, None]), axis=1) - 1  # Do not count the class itself.
         self.count += len(labels)
         for place, k in enumerate(self.ks):
             self._right[place] += int(np.count_nonzero(better < k))
 
     def result(self) -> dict[str, float]:
-        """Return "count" over all ranks, and "top1" etc. as fractions of it. A collective call."""
+        """Return "count" over all ranks, and "top1" etc. as fractions of the count. A collective call."""
         everywhere = np.array(allgather_json([self.count, *self._right], "topk"), np.int64).sum(axis=0)
         count = int(everywhere[0])
         shares = {f"top{k}": int(n) / max(count, 1) for k, n in zip(self.ks, everywhere[1:], strict=True)}

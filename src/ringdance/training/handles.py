@@ -18,7 +18,7 @@ _numbers = itertools.count()
 
 
 def hold(work: Work, finish: Finish) -> int:
-    """Keep a work and its memory until ``synchronize``. ``finish`` computes the result from the work."""
+    """Keep a ``Work`` and its memory until ``synchronize``. ``finish`` computes the result from the work."""
     handle = next(_numbers)
     _pending[handle] = (work, finish)
     return handle
@@ -64,5 +64,5 @@ def synchronize(handle: int) -> Any:
 
 
 def clear() -> None:
-    """Forget all handles, because a new job starts."""
+    """Discard all handles, because a new job is starting."""
     _pending.clear()

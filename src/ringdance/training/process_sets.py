@@ -68,7 +68,7 @@ class ProcessSet:
         return None if self.ranks is None else rank in self.ranks
 
     def __deepcopy__(self, memo: Any) -> ProcessSet:
-        return self  # A handle of a set in the job, like a communicator.
+        return self  # It is a handle to a set in the job, like a communicator.
 
     def __getstate__(self) -> dict[str, Any]:
         return {"ranks": self.ranks, "mpi_comm": None}  # The id is only valid in this job.
@@ -151,7 +151,7 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
         MismatchError: The ranks passed different sets. Raised on all ranks.
     """
     if hasattr(process_set, "Get_group") or getattr(process_set, "mpi_comm", None) is not None:
-        raise NotImplementedError("Pass a process set of a communicator to init(process_sets=...) instead.")
+        raise NotImplementedError("Pass a set made from a communicator to init(process_sets=...) instead.")
     engine = session.engine()
     # The engine validates the ranks, and makes the other ranks' calls fail if this call is wrong.
     number = engine.add_process_set(
@@ -181,14 +181,14 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 
 def ranks_of(process_set: ProcessSet) -> tuple[int, ...]:
-    """Return a set's ranks as numbered in this job. For a communicator, this determines the ranks."""
+    """Return a set's ranks in this job's numbering. For a communicator, this determines the ranks."""
     if process_set.mpi_comm is not None:
         process_set.ranks = list(session.engine().transport.ranks_of(process_set.mpi_comm))
     return tuple(process_set.ranks or ())
 
 
 def bind(process_sets: list[ProcessSet]) -> None:
-    """Look up the registered sets with the same ranks, and store their ids in the objects. Local.
+    """Look up the registered sets with the same ranks, and store their ids. Does not communicate.
 
     Groups of torch.distributed are not considered, because only their members know them.
 

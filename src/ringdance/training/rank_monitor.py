@@ -25,7 +25,7 @@ class RankMonitor:
         self._ring: Ring | None = None
         self._client: MonitorClient | None = None
         self._started = False  # True once an engine has started
-        self._killed = ""  # how this host's monitor was killed
+        self._killed = ""  # how this host's monitor was killed, or ""
 
     def prepare(self) -> Ring:
         """Create the ring before the ranks connect, so that a monitor started then finds all ranks' rings."""
@@ -39,7 +39,7 @@ class RankMonitor:
         """
         ring = self.prepare()
         ring.words[Word.CLOSED] = 0
-        if settings.timeline not in ("", DYNAMIC):  # From the first operation, even without a monitor.
+        if settings.timeline not in ("", DYNAMIC):  # Record details even before a monitor runs.
             ring.words[Word.DETAIL] = 0 if any(settings.timeline_steps[:1]) else _detail(settings)
         return ring
 

@@ -54,7 +54,7 @@ def add_profiler(profiler: Profiler) -> None:
 
 
 def at_init(function: Callable[[], None]) -> None:
-    """Call a function each time this process joins a job, and at once if it is in a job already."""
+    """Call a function each time this process joins a job, and immediately if it is already in a job."""
     _process.at_init += (function,)
     if _process.engine is not None:
         function()
@@ -88,8 +88,9 @@ def metrics() -> dict[str, Any]:
     Returns:
         ``rank``, ``size``, ``host``; ``seconds`` since ``init()``; ``steps``; ``steps_per_second`` since the
         first step and ``recent_steps_per_second`` since the last call; ``exposed_seconds``, the time that
-        training waited for results, as ``exposed_share`` of the time since the first step, and as
-        ``recent_exposed_share`` since the last call; ``batches``, ``tensors`` and ``bytes`` exchanged.
+        training waited for results; ``exposed_share``, its share of the time since the first step;
+        ``recent_exposed_share``, this share since the last call; ``batches``, ``tensors`` and ``bytes``
+        exchanged.
 
     Raises:
         NotInitializedError: ``init()`` has not been called.
@@ -114,7 +115,7 @@ def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False)
 
 
 def stop_timeline() -> None:
-    """Complete the timeline's file. Raises NotInitializedError before ``init()``."""
+    """Finish the timeline file. Raises NotInitializedError before ``init()``."""
     _process.monitor.stop_timeline(engine())
 
 
@@ -125,7 +126,7 @@ def pause_stall_check(what: str, timeout: float = 3600.0) -> contextlib.Abstract
     shutdown time.
 
     Args:
-        what: A word or two that describe the work. Warnings after ``timeout`` include it.
+        what: A word or two to describe the work in warnings after ``timeout``.
         timeout: Maximum duration of the work in seconds.
 
     Raises:
@@ -150,9 +151,9 @@ def init(comm: Any = None, transport: tuple[int, Callable[..., Transport]] | Non
         LaunchError: The launcher and the MPI library do not match, MPI is missing, or a scheduler
             has allocated several hosts to the job and this process is the only one.
         ArgumentError: ``comm`` has the wrong type, or does not include this process.
-        NotInitializedError: A rank has started this process and ``transport`` is set, which does not
-            support that. Without ``transport`` the process joins no job: as in a forked process, ``rank()``
-            and ``size()`` work and collectives raise this error.
+        NotInitializedError: ``transport`` is set and a rank has started this process, which is not supported.
+            Without ``transport``, such a process does not join a job: as in a forked process, ``rank()`` and
+            ``size()`` work, but collectives raise this error.
     """
     with _lock:
         if is_initialized():

@@ -76,7 +76,7 @@ class Shard:
             )
 
     def set_epoch(self, epoch: int) -> None:
-        """Select the epoch, which determines the order. Call this before each epoch, equally on all ranks."""
+        """Select the epoch, which determines the order. Call this before each epoch, on all ranks."""
         self.epoch = _whole("epoch", epoch, SEEDS)
 
     def indices(self, epoch: int | None = None) -> Indices:

@@ -40,7 +40,7 @@ def configure_log(settings: Settings) -> None:
 
 
 def start_by_mpi(comm: Any, settings: Settings, monitor: RankMonitor) -> Engine:
-    """Start the engine of a process whose ranks MPI knows, or of a single process.
+    """Start the engine of a rank in a job that MPI knows, or of a single process.
 
     Args:
         comm: The argument of ``init()``.
@@ -97,10 +97,10 @@ def start_with(
 
 
 def _check_hosts(size: int) -> None:
-    """Check that a job of ``size`` ranks on this host is the whole job of its launcher or scheduler.
+    """Check that the launcher or scheduler provides only the ``size`` ranks that run on this host.
 
     Raises:
-        LaunchError: There are more processes or hosts than MPI knows. They would train separately or idle.
+        LaunchError: There are more processes or hosts than MPI knows. They would train separately or be idle.
     """
     if "RINGDANCE_JOB" in os.environ:
         return
@@ -126,7 +126,7 @@ def _check_hosts(size: int) -> None:
 
 
 def _transport_arguments(settings: Settings, size: int) -> dict[str, Any]:
-    """Return the arguments of every transport. ``size`` is an upper bound of the number of ranks."""
+    """Return the arguments that all transports take. ``size``: upper bound on the number of ranks."""
     common = {setting.name: getattr(settings, setting.name) for setting in SETTINGS if setting.common}
     # Not from the package's metadata, which is missing if a source tree is on PYTHONPATH.
     common["the version of ringdance"] = sys.modules["ringdance"].__version__
@@ -137,14 +137,14 @@ def _transport_arguments(settings: Settings, size: int) -> dict[str, Any]:
 
 
 def launched_size() -> int | None:
-    """Return the number of processes that the launcher claims to have started, or None if there is none."""
+    """Return the number of processes that the launcher claims to have started. None without a launcher."""
     if not any(name in os.environ for name in RANK_NAMES):
         return None
     return next((int(os.environ[name]) for name in SIZE_NAMES if os.environ.get(name, "").isdigit()), 1)
 
 
 def _world_size() -> int:
-    """Return an upper bound of the job's size, also before MPI is initialized."""
+    """Return an upper bound on the job's size. Works even before MPI is initialized."""
     mpi: Any = sys.modules.get("mpi4py.MPI")
     return int(mpi.COMM_WORLD.Get_size()) if mpi and mpi.Is_initialized() else launched_size() or 1
 
@@ -160,7 +160,7 @@ def export_ranks(engine: Engine) -> None:
 def mark_children(engine: Engine, by_mpi: bool) -> None:
     """Mark the environment so that child processes know that they are not this rank.
 
-    They inherit its variables. Processes that a launcher starts for a job of their own get other values.
+    Child processes inherit the variables. Processes that a launcher starts for another job get other values.
     """
     if engine.size == 1 and not (by_mpi and _world_size() > 1):
         os.environ.pop(STARTED_BY, None)  # set by an earlier init()

@@ -310,7 +310,7 @@ def test_what_cannot_be_read_is_named(
     with pytest.raises(SystemExit, match="category 3 has another name in renamed than in train2017"):
         run(recipe, monkeypatch, photos, "--validation-split", "renamed")
     changed(photos, "larger", images=[{**image, "width": 81} for image in images])
-    with pytest.raises(ValueError, match=r"0.jpg cannot be used: it has 60 x 80 pixels, not 81 x 80"):
+    with pytest.raises(ValueError, match=r"0.jpg cannot be used: it has 60 x 80 pixels instead of 81 x 80"):
         recipe.Coco(photos, "larger", False, True).load(0)
     changed(photos, "lost", images=[{**images[0], "file_name": "9.jpg"}])
     with pytest.raises(ValueError, match=r"9.jpg cannot be used: .*No such file"):

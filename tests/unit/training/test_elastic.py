@@ -245,7 +245,7 @@ def test_a_commit_begins_the_count_anew(how: str) -> None:
 def test_people_are_told(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="ringdance"):
         play(Diary(), MismatchError("shapes differ."), lambda: None)
-    assert "MismatchError: shapes differ. All ranks go back to the last commit" in caplog.text
+    assert "MismatchError: shapes differ. All ranks are going back to the last commit" in caplog.text
 
 
 def test_a_rank_that_has_ended_cannot_be_brought_back() -> None:

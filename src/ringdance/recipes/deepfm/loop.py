@@ -27,23 +27,23 @@ def options(manual: str) -> argparse.Namespace:
     add = parser.add_argument
     text = "a prepared directory, or a file: Criteo's CSV or TSV, LibSVM, TFRecord; SageMaker: channel train"
     add("data", metavar="DATA", nargs="?", default=os.environ.get("SM_CHANNEL_TRAIN"), help=text)
-    add("--table-size", type=int, metavar="N", help="for a file: rows of the table; default: 1,000,000")
-    add("--validation", metavar="DATA", help="default: split `validation` of DATA, otherwise its own rows")
+    add("--table-size", type=int, metavar="N", help="for a file: rows in the table; default: 1,000,000")
+    add("--validation", metavar="DATA", help="default: DATA's split `validation`, or else its training rows")
     add("--epochs", type=count, default=1, metavar="N", help="default: 1")
-    add("--batch-size", type=count, default=2048, metavar="N", help="rows for each rank; default: 2048")
+    add("--batch-size", type=count, default=2048, metavar="N", help="rows per rank; default: 2048")
     add("--dim", type=count, default=16, metavar="N", help="factors in each table row; default: 16")
     add("--hidden", type=widths, default="400,400,400", metavar="A,B", help="widths; default: 400,400,400")
     shown = "; default: %(default)g"
-    add("--rate", type=float, default=rates.RATE, metavar="R", help=f"Adam, for the layers{shown}")
-    text = f"Adagrad, for the table{shown}"
+    add("--rate", type=float, default=rates.RATE, metavar="R", help=f"Adam's rate for the layers{shown}")
+    text = f"Adagrad's learning rate for the table{shown}"
     add("--table-rate", type=float, default=rates.TABLE_RATE, metavar="R", help=text)
     text = f"Adagrad's initial sum of squares, for gradients summed over a batch of all ranks{shown}"
     add("--first-sum", type=float, default=rates.FIRST_SUM, metavar="S", help=text)
     text = f"multiply --rate by b^F, --table-rate by b^(-F/2); b: batch of all ranks / {rates.BATCH}{shown}"
     add("--scale-rate", type=float, default=rates.SCALE_RATE, metavar="F", help=text)
-    add("--warmup", type=int, default=rates.WARMUP, metavar="STEPS", help=f"from 0 to the full rates{shown}")
+    add("--warmup", type=int, default=rates.WARMUP, metavar="STEPS", help=f"steps of linear warm-up{shown}")
     add("--sharded", action="store_true", help="divide the table among the ranks instead of copying it")
-    add("--threads", type=count, default=1, metavar="N", help="reading threads on each rank; default: 1")
+    add("--threads", type=count, default=1, metavar="N", help="threads that read on each rank; default: 1")
     add("--evaluate-every", type=count, metavar="STEPS", help="default: after each epoch")
     add("--patience", type=count, metavar="N", help="stop after N evaluations without a better AUC")
     add("--warm-start", metavar="MODEL", help="start with a model that --export has written")
@@ -68,7 +68,7 @@ class TableModel:
     table: hvd.EmbeddingTable
 
     def __init__(self) -> None:
-        self.losses: list[float] = []  # losses of the steps since the last call of figures()
+        self.losses: list[float] = []  # losses of the steps since the last call to figures()
         self.checks: Any = None  # loader for the validation rows
 
     def figures(self) -> dict[str, float]:
@@ -107,7 +107,7 @@ def warm_start(start: Path, model: Any, about: dict[str, Any]) -> None:
     """Initialize the model from an exported one, which must match ``about``. Collective."""
 
     def exported() -> tuple[dict[str, Array], str]:
-        """Return the layers of the exported model, and what is wrong with it, or ""."""
+        """Return the exported model's layers, and why it cannot be used ("" if it can)."""
         try:
             exported_about = whole_model(start)
         except (ArgumentError, OSError) as error:
@@ -148,7 +148,7 @@ def tables(given: argparse.Namespace) -> tuple[Table, Table, str]:
 
 
 def unusable(splits: dict[str, Table]) -> str:
-    """Return which rows cannot be trained on or evaluated because all their labels are equal, or ""."""
+    """Return why AUC cannot be computed for a split ("" if it can)."""
     try:
         labels = {name: data.only_label() for name, data in splits.items()}
     except ArgumentError as error:

@@ -24,7 +24,7 @@ checkpoint directory, which also contains the model with the best AUC. If the ta
 memory, use --sharded.
 
 Ranks do not wait for rank 0: all of them take part in evaluations, and checkpoints are copied, then written
-in the background. The exception is the export, which only rank 0 does. hvd.pause_stall_check() suppresses
+in the background. The exception is the export, which runs on rank 0 only. hvd.pause_stall_check() suppresses
 stall warnings during the export.
 """
 
@@ -127,7 +127,7 @@ class KerasTableModel(loop.TableModel):  # type: ignore[misc]
         gradient, *gradients = tape.gradient(weighted, [rows, *variables])
         self.optimizer.learning_rate = rate
         self.optimizer.apply(gradients, self.layers.trainable_variables)
-        return loss, tf.convert_to_tensor(gradient)  # adds up the gradients for equal rows
+        return loss, tf.convert_to_tensor(gradient)  # sums the gradients of repeated rows
 
     def predict(self, ids: Array, values: Array) -> Array:
         """Return probabilities, shape (n,)."""

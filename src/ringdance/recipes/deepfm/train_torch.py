@@ -24,7 +24,7 @@ checkpoint directory, which also contains the model with the best AUC. If the ta
 memory, use --sharded.
 
 Ranks do not wait for rank 0: all of them take part in evaluations, and checkpoints are copied, then written
-in the background. The exception is the export, which only rank 0 does. hvd.pause_stall_check() suppresses
+in the background. The exception is the export, which runs on rank 0 only. hvd.pause_stall_check() suppresses
 stall warnings during the export.
 """
 

@@ -1,4 +1,4 @@
-"""Group images by orientation into batches: each image once per epoch, and equally many batches per rank."""
+"""Group images by orientation into batches: each image once per epoch, equal numbers of batches per rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Part:
     """A rank's share of the images in a step.
 
     Attributes:
-        numbers: Numbers of this rank's images. A rank without images gets one of another rank's.
+        numbers: Numbers of this rank's images. A rank without images gets an image of another rank.
         weight: Factor for this rank's mean loss: images * ranks / count. The average of the weighted losses
             over all ranks is then the mean over all images in the step. 0 for a rank without images.
         position: Total number of the epoch's images that all ranks have used after this step.

@@ -24,7 +24,7 @@ PREPARE = "`ringdance data prepare coco` finds and skips broken entries"
 
 
 class Coco:
-    """The images of a split, and the objects in them. Labels are the category numbers in the annotation file.
+    """The images of a split, and the objects in them. Labels are the annotation file's category numbers.
 
     Args:
         directory: Directory with COCO's layout.
@@ -75,7 +75,7 @@ class Coco:
             height, width = pixels.shape[:2]
             if (width, height) != (about["width"], about["height"]):
                 size = f"{about['width']} x {about['height']}"
-                raise ValueError(f"it has {width} x {height} pixels, not {size}")
+                raise ValueError(f"it has {width} x {height} pixels instead of {size}")
             outlines = [item["segmentation"] for item in objects] if self.masks else []
             masks = masks_of(outlines, height, width)
         except Exception as error:  # decoders raise many different exceptions
@@ -106,7 +106,7 @@ def masks_of(outlines: list[Any], height: int, width: int) -> Array:
 
 
 def ahead(tasks: Iterable[Any], load: Any, threads: int) -> Iterator[tuple[Any, list[Any]]]:
-    """Yield each task with the results of ``load`` for its ``numbers``, which threads load in advance."""
+    """Yield each task with the results of ``load`` for its ``numbers``. Threads load them in advance."""
     waiting: deque[tuple[Any, list[Future[Any]]]] = deque()
     with ThreadPoolExecutor(threads) as pool:
         for task in tasks:

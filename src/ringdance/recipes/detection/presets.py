@@ -11,7 +11,7 @@ import argparse
 from dataclasses import dataclass, fields, replace
 
 IMAGES = 117_266
-"""Images in COCO train2017 with objects: the length of an epoch, in which sources count their steps."""
+"""Images in COCO train2017 with objects: the length of an epoch, in which the sources count steps."""
 
 
 @dataclass(frozen=True)

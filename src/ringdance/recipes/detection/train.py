@@ -159,7 +159,7 @@ def group(channels: int) -> nn.Module:
 def load_weights(
     model: nn.Module, file: str, option: str, is_head: Callable[[str], bool]
 ) -> list[str]:
-    """Load a state dict. A head for other classes is not loaded, and its parameters are returned by name.
+    """Load a state dict, except for a head for other classes. Returns the names of that head's parameters.
 
     Raises:
         SystemExit: The file cannot be read, or contains another model.
@@ -285,12 +285,12 @@ def options() -> Options:
     made = Options(description=__doc__)
     add = made.add_argument
     add("--model", default="fasterrcnn", choices=("fasterrcnn", "maskrcnn"))
-    add("--data", type=Path, required=True, metavar="DIR", help="in COCO's layout, or prepared: see above")
+    add("--data", type=Path, required=True, metavar="DIR", help="COCO's layout, or prepared (see above)")
     add("--split", default="train2017", help="split to train on; default: train2017")
     text = "split to evaluate; default: val2017, or --split if DIR has no val2017"
     add("--validation-split", metavar="SPLIT", help=text)
     add("--backbone", metavar="NAME", help="resnet50_fpn, or another torchvision ResNet")
-    add("--backbone-weights", metavar="FILE", help="weights of a classifier: see above")
+    add("--backbone-weights", metavar="FILE", help="weights of a classifier (see above)")
     add("--weights", metavar="FILE", help="weights of a detector; a head for other classes is not loaded")
     text = "default: frozen with --backbone-weights, otherwise group"
     add("--norm", choices=("frozen", "group"), help=text)
@@ -358,7 +358,7 @@ def train(given: argparse.Namespace, preset: Preset, model: DetectionModel, data
         "anchor": preset.anchor, "labels": max(data.classes, model.check.classes),
         "optimizer": preset.optimizer, "precision": preset.precision,
     }  # fmt: skip
-    if not given.evaluate:  # to resume within an epoch, its order must be the same
+    if not given.evaluate:  # resuming within an epoch requires the same order
         same |= {"images": len(data), "batch_size": preset.batch_size, "seed": given.seed}
     training = Training(
         given, model, same, "images", len(data), preset.epochs, split, f"{model.kinds[-1]} AP"

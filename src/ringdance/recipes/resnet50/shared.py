@@ -22,11 +22,11 @@ def parser(manual: str) -> Options:
     made = Options(description=manual)
     add, share = made.add_argument, number(float, 0, 1)
     add("--data", metavar="DIR", help="a data set that `ringdance data prepare` has written")
-    add("--synthetic", action="store_true", help="random pixels instead of data")
+    add("--synthetic", action="store_true", help="use random pixels instead of data")
     add("--synthetic-images", type=count, default=1_281_167, metavar="N", help="default: 1,281,167")
     add("--warmup-epochs", type=number(int, 0), metavar="N", help="epochs of linear warm-up")
-    add("--accumulate", type=count, default=1, metavar="N", help="passes in each step; default: 1")
-    add("--model", metavar="NAME", help="classifier of the library, instead of our ResNet-50: see above")
+    add("--accumulate", type=count, default=1, metavar="N", help="passes per step; default: 1")
+    add("--model", metavar="NAME", help="library classifier to use instead of our ResNet-50 (see above)")
     add("--width", type=count, help="channels in the first stage of our ResNet-50; default: 64")
     text = "start with the weights in FILE; a head for other classes is not loaded"
     add("--weights", metavar="FILE", help=text)
@@ -99,7 +99,7 @@ def described(at: Position, found: dict[str, float]) -> str:
 
 
 def begin_with(given: argparse.Namespace, model: Any, classes: int) -> str:
-    """Load weights on rank 0, except for a head with other classes. Returns a message that says so."""
+    """Load weights on rank 0, except for a head for other classes. Returns a message that says this."""
     file, fresh, problem = given.weights, list[str](), ""
     try:
         if hvd.rank() == 0:

@@ -74,7 +74,7 @@ Array = np.ndarray[Any, Any]
 
 
 def resnet50(classes: int, image_size: int, width: int = 64) -> Any:
-    """Return ResNet-50 v1.5 (stride in the 3x3 convolutions): pixels 0 to 255, channels last, to logits."""
+    """Build ResNet-50 v1.5 (stride in the 3x3 convolutions), from channels-last pixels 0 to 255 to logits."""
     layers = keras.layers
 
     def conv(x: Any, filters: int, kernel: int, stride: int = 1) -> Any:
@@ -107,7 +107,7 @@ def resnet50(classes: int, image_size: int, width: int = 64) -> Any:
 
 
 def of_keras(name: str, classes: int, image_size: int) -> Any:
-    """Return a classifier from keras.applications: pixels 0 to 255 to logits."""
+    """Build a classifier from keras.applications that takes pixels from 0 to 255 and returns logits."""
     known = [key for key, value in vars(keras.applications).items() if callable(value)]
     if name not in known:
         raise SystemExit(f"--model {name} is not a keras.applications classifier. Use {', '.join(known)}.")
@@ -274,7 +274,7 @@ class KerasImageModel:
             variable.assign(state[f"v{number}"])
 
     def load_weights(self, file: str) -> list[str]:
-        """Load weights. A head for other classes is not loaded, and its weights' names are returned."""
+        """Load weights, except for a head for other classes. Returns the names of that head's weights."""
         body = self.body()
         before = {weights.path: read_value(weights) for weights in body.trainable_weights}
         try:
@@ -286,7 +286,7 @@ class KerasImageModel:
         same = [one for one in body.trainable_weights if np.array_equal(before[one.path], read_value(one))]
         head = [weights.path for weights in same if len(weights.shape) > 1]
         if len(head) != 1 or head[0] != [path for path, weights in before.items() if weights.ndim > 1][-1]:
-            raise ValueError(f"{len(head)} of its layers have other shapes")
+            raise ValueError(f"{len(head)} of its layers have different shapes")
         return head
 
     def body(self) -> Any:
@@ -294,7 +294,7 @@ class KerasImageModel:
         return next((layer for layer in self.model.layers if isinstance(layer, keras.Model)), self.model)
 
     def equal(self) -> None:
-        """Broadcast rank 0's model, so that all ranks have equal ones."""
+        """Broadcast rank 0's model, so that it is the same on all ranks."""
         hvd.broadcast_variables(self.variables, root_rank=0)
 
     def export(self, directory: Path) -> None:

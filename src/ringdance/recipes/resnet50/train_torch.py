@@ -144,7 +144,7 @@ class Classifier(nn.Module):
         self.register_buffer("deviation", deviation)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return the probabilities, shape (n, classes), for images, uint8, shape (n, size, size, 3)."""
+        """Return probabilities of shape (n, classes) for uint8 images of shape (n, size, size, 3)."""
         pixels = (images.permute(0, 3, 1, 2).float() - self.mean) / self.deviation
         logits: Tensor = self.model(pixels)
         return logits.softmax(1)
@@ -293,12 +293,12 @@ class TorchImageModel:
         torch_state.restore(state, self.inner, self.scaler, model=self.model)
 
     def load_weights(self, file: str) -> list[str]:
-        """Load a state dict. Returns the names of a head's parameters that do not fit and were not loaded."""
+        """Load a state dict. Returns the names of head parameters that did not fit and were not loaded."""
         head = [*self.model.state_dict()][-1].rpartition(".")[0] + "."
         return torch_state.load_weights(self.model, file, lambda name: name.startswith(head))
 
     def equal(self) -> None:
-        """Broadcast rank 0's model, so that all ranks have equal ones."""
+        """Broadcast rank 0's model, so that it is the same on all ranks."""
         hvd.broadcast_parameters(self.model.state_dict(), root_rank=0)
 
     def export(self, directory: Path) -> None:

@@ -165,7 +165,7 @@ class Buckets:
     def reduce(self, union: bytes, zeros: bytes) -> None:
         """Send what has not been sent, wait for all requests, and write the results back.
 
-        Afterwards, the dense gradients of the union are expected. Thread: exchanging.
+        Afterwards, the dense gradients of the union are the expected ones. Thread: exchanging.
 
         Args:
             union: Kinds of gradients that the ranks have agreed on.

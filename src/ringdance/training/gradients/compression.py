@@ -12,7 +12,7 @@ class Compressor(Protocol):
 
     Any object with these two methods works: an instance, or a class whose methods are static.
     The bindings' own compressors, ``Compression.none``, ``.fp16`` and ``.bf16``, cast floating-point tensors
-    and pass others unchanged. Sums of 16-bit floats are computed in float32 and rounded once (twice if they
+    and leave others unchanged. Sums of 16-bit floats are computed in float32 and rounded once (twice if they
     are computed within hosts and then between hosts).
     """
 
@@ -87,4 +87,4 @@ def compression_for(
 
     members: dict[str, Any] = {"none": NoneCompressor}
     members |= {"fp16": compressor("fp16", float16), "bf16": compressor("bf16", bfloat16)}
-    return type("Compression", (), {"__module__": module, "__doc__": "The compressions.", **members})
+    return type("Compression", (), {"__module__": module, "__doc__": "The available compressors.", **members})

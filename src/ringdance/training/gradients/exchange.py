@@ -149,7 +149,7 @@ class GradientExchange:
         self.source.close_direct()
         self.step = 0
         self.mode = Mode.MASKED
-        self.overlap = False  # Set once all ranks have agreed, at the earliest with the first mask.
+        self.overlap = False  # True once all ranks have agreed, with the first mask at the earliest.
         self._trained: set[int] = set()  # Parameters reduced so far, equal on all ranks.
         operation, scales = self.operation, self._scales
         call = Call(Collective.ALLREDUCE, self.name, operation, *scales, self.set_id, grouped=True)
@@ -167,14 +167,14 @@ class GradientExchange:
         return True
 
     def start_again(self) -> None:
-        """Forget agreements after ``join()``: a joined rank has missed some of them. Thread: script."""
+        """Discard agreements after ``join()``: a joined rank has missed some of them. Thread: script."""
         self._forget()
         self.reset()
 
     def extend(self, names: Sequence[str]) -> None:
-        """Add gradients that are new in the source. All ranks call this between the same two steps.
+        """Add the gradients that are new in the source. All ranks call this between the same two steps.
 
-        The name stays the same, so that the next exchange fails on all ranks if a rank has not called this.
+        The exchange keeps its name, so the next exchange fails on all ranks if a rank has not called this.
         Thread: script.
         """
         if any(bucket.work is not None for bucket in self.buckets.all):
@@ -206,7 +206,7 @@ class GradientExchange:
         self.buckets.restart(wait=self.mode is not Mode.DIRECT)
 
     def on_gradient(self, index: int) -> None:
-        """Note a computed gradient. When overlapping, send its bucket once complete. Thread: autograd.
+        """Note a computed gradient. If overlapping, send its bucket once complete. Thread: autograd.
 
         Raises:
             AssertionError: The gradient was already reduced in this step and the operation is not Average,
@@ -368,7 +368,7 @@ class GradientExchange:
             path.back_off()
 
     def _continue_masked(self, abort: bool = False) -> None:
-        """Exchange by the mask for longer than the last time. ``abort``: see ``DirectBuckets.leave``."""
+        """Exchange by the mask, for more steps than last time. ``abort``: see ``DirectBuckets.leave``."""
         if self.mode is Mode.DIRECT:
             self._direct.leave(abort)
         self.mode = Mode.MASKED

@@ -2,9 +2,9 @@
 
 After several exchanges in a row in which all ranks computed the same gradients, all ranks take the fast path.
 Each rank that has exactly these gradients sends them, with a *tag* that shows the step number. If the request
-succeeds, all ranks had the same gradients. A rank with different gradients refuses the request, so it fails
-on all ranks, and all ranks exchange by the mask. Each time that happens, they wait longer before trying
-again.
+succeeds, all ranks had the same gradients. A rank with different gradients refuses the request, which
+makes it fail on all ranks, and they exchange by the mask. Each time that happens, they wait longer before
+trying again.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class FastPath:
 
     ``update`` returns the same on all ranks, and ``expected_kinds`` is equal on all ranks.
 
-    Thread: exchanging. Before new parameters, script.
+    Thread: exchanging, or script when parameters are added.
 
     Args:
         engine: Engine of this rank.
@@ -119,7 +119,7 @@ class FastPath:
 
     def _tag(self, dtype: np.dtype[Any], step: int) -> Array:
         if dtype not in self._tags:
-            kind = np.dtype(np.float32) if np.issubdtype(dtype, np.integer) else dtype  # Compressed ones.
+            kind = np.dtype(np.float32) if np.issubdtype(dtype, np.integer) else dtype  # If compressed.
             self._tags[dtype] = [*np.eye(_TAGS, dtype=kind), np.empty(_TAGS, kind)]
         tags = self._tags[dtype]
         tags[-1][:] = tags[step % _TAGS]

@@ -1,4 +1,4 @@
-"""Reduce the gradients of a step as one list, as the bindings of TensorFlow, Keras and JAX do.
+"""Reduce the gradients of a step as one list. Used by the bindings for TensorFlow, Keras and JAX.
 
 The ranks match the lists of several optimizers or tapes by name (``UseOrder``), and check that all have the
 same gradients (``pattern_of``). Gradients of local variables stay out of the exchange (``reduce_shared``).
@@ -45,7 +45,10 @@ class UseOrder:
 
 
 def _uncertain(thread: threading.Thread, user: threading.Thread, there: set[threading.Thread]) -> bool:
-    """Return True if ``thread`` may come first on other ranks. ``there``: threads alive at ``user``'s use."""
+    """Return True if ``thread`` may come first on other ranks.
+
+    ``there`` contains the threads that were alive when ``user`` first used its owner.
+    """
     # A thread that starts later comes second on all ranks. So does the main thread after joining others.
     return user is not thread in there and (user.is_alive() or thread is not threading.main_thread())
 

@@ -31,7 +31,7 @@ class GradientSource(Protocol):
         """True if gradients are exchanged on their device: see ``DeviceExchange``."""
 
     def kinds(self, computed: bytearray, indices: Sequence[int] | None = None) -> bytearray:
-        """Return the kinds of all gradients, or of those in ``indices``. 0 for those not ``computed``."""
+        """Return the kinds of all gradients, or only of ``indices``. 0 means that it is not ``computed``."""
 
     def unreduced(self, computed: bytearray) -> list[int]:
         """Return the parameters whose gradient is neither ``computed`` nor the result of an exchange."""
@@ -51,7 +51,7 @@ class GradientSource(Protocol):
     def buffers(self, indices: Sequence[int], zeros: bytes) -> tuple[Array, ...]:
         """Return contiguous views to reduce in place, with zeros for gradients missing on this rank.
 
-        If ``zeros[index]`` is set, the gradient counts as zero whatever its value. Empty ``zeros`` set none.
+        If ``zeros[index]`` is set, the gradient counts as zero, whatever its value. ``zeros`` may be empty.
         Sparse gradients are made dense.
         """
 
@@ -59,10 +59,10 @@ class GradientSource(Protocol):
         """Submit the reduction of gradients: the views from ``buffers``, or a copy on their device."""
 
     def open_direct(self, engine: Engine, set_id: int, name: str) -> bool:
-        """Create or keep the communicator for ``launch``. All members call this. True if it exists."""
+        """Create the communicator for ``launch`` if needed. All members call this. False if impossible."""
 
     def launch(self, call: Call, indices: Sequence[int]) -> Any:
-        """Exchange a copy of the gradients without a round. Returns an object that is used as a ``Work``.
+        """Exchange a copy of the gradients without a round. Returns an object to use like a ``Work``.
 
         Returns None if their dtypes differ from the dtypes that were sent by a round.
 

@@ -36,7 +36,7 @@ _TOLERANCE = 1e-3  # Relative to a parameter's largest element. Different CPUs r
 
 
 class _Exchanges(Counter[_Key]):
-    """Counts exchanges of gradients since all ranks joined, by members of the process set and name.
+    """Counts gradient exchanges since all ranks joined. Keys: process set members and exchange name.
 
     Attributes:
         left: Exchanges before the first comparison. Joins do not change it, so it may differ between ranks.
@@ -184,7 +184,7 @@ def compare(engine: Engine, call: Call, sample: Array) -> None:
 
 
 def _ordered(values: Array) -> Array:
-    """Map values to finite numbers in the same order: infinities become the limits, and NaN lies above."""
+    """Map values to finite numbers in the same order: infinities become the limits, and NaN sorts last."""
     return np.nan_to_num(np.clip(values, -_INFINITE, _INFINITE), nan=float(1.5 * _INFINITE))
 
 

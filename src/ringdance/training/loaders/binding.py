@@ -22,7 +22,7 @@ class Loaders:
     def tensor(self, array: Any, device: Any) -> Any:
         """Return an array as a tensor on a device."""
         if device not in (None, "cpu"):
-            raise ArgumentError(f"device={device!r} cannot be used: NumPy arrays are in host memory only.")
+            raise ArgumentError(f"device={device!r} cannot be used: NumPy arrays are always in host memory.")
         return array
 
     def images(self, batch: Batch, device: Any) -> Batch:
@@ -48,7 +48,7 @@ class Loaders:
         of an epoch as ``ringdance.data.Batch`` with the binding's tensors (eager ones in TensorFlow). The
         images are uint8, of shape (n, size, size, 3). PyTorch images have shape (n, 3, size, size), in
         channels-last memory; on a CPU they are the decoded data, without a copy. The last batch of an epoch
-        may be shorter, in which case JAX compiles a function a second time.
+        may be shorter, in which case JAX compiles the functions that use it again.
 
         Args:
             dataset: A ``ringdance.data.Dataset`` or ``Synthetic``.
@@ -63,7 +63,7 @@ class Loaders:
             threads: Number of decoding threads. Default: one per core in this rank's share.
             prefetch: Number of batches to prepare ahead.
             drop_last: Skip the last batch of an epoch if the global batch is short.
-            read_bytes: Bytes to read from a file at once if the order is shuffled. 0 reads each image
+            read_bytes: Bytes to read from a file at a time if the order is shuffled. 0 reads each image
                 separately. Default: 2 MiB for data sets of more than 16 GiB, otherwise 0.
             process_set: Ranks among which the samples are divided.
             device: Device of images and labels (in JAX, also a sharding). For a GPU, PyTorch decodes into
@@ -110,8 +110,8 @@ class Loaders:
         A collective call: all ranks make it, and it compares their arguments. Each iteration yields the rest
         of an epoch as ``ringdance.data.TableBatch`` with the binding's tensors. PyTorch tensors on a CPU are
         the data that were read, without a copy. TensorFlow tensors are eager. JAX ids are int32 unless its
-        64-bit types are enabled. The last batch of an epoch may be shorter. JAX compiles a function once
-        more for it.
+        64-bit types are enabled. The last batch of an epoch may be shorter. JAX then compiles
+        the functions that use it again.
 
         Args:
             table: A ``ringdance.data.Table``.

@@ -25,8 +25,8 @@ __all__ = ["watch_input"]
 
 # Prefix of the line on stdout by which rank 0 reports the metrics to `ringdance bench input`. JSON follows.
 INPUT_MARK = "::ringdance-input::"
-_LEAST = 3  # Minimum number of batches that are measured, and that are skipped before.
-_UNITS = {"images": "images", "ids": "rows"}  # Unit of a batch that has this attribute.
+_LEAST = 3  # Minimum number of batches to skip as warm-up, and then to measure.
+_UNITS = {"images": "images", "ids": "rows"}  # What a batch with this attribute consists of.
 _KEPT, _KEPT_BYTES = 48, 1 << 28  # Maximum number and bytes of batches for measuring the step alone.
 # Student's t for 95% and 1, 2, ... degrees of freedom.
 _T = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
@@ -40,11 +40,12 @@ def watch_input(loader: Any) -> Any:
 
         loader = hvd.watch_input(DataLoader(data, batch_size=32))
 
-    Without that command it returns the same object. All ranks iterate it, or pass it to Keras' ``fit``.
+    Without that command, the same object is returned. All ranks must iterate over the result or pass it to
+    Keras' ``fit``.
     Loaders from ``image_loader`` and ``table_loader`` that shuffle are measured without this call.
 
     Args:
-        loader: Any object that can be iterated several times: a DataLoader, a tf.data pipeline, a list.
+        loader: Any object that can be iterated over several times: a DataLoader, a tf.data pipeline, a list.
     """
     settings = settings_module.load()
     if settings.input_check == "off":
@@ -62,7 +63,7 @@ class WatchedLoader:
         seconds: Length of the measurement, after a warm-up.
     """
 
-    _measured: WatchedLoader | None = None  # The first loader to be iterated.
+    _measured: WatchedLoader | None = None  # The first loader to be iterated over.
 
     def __init__(self, loader: Iterable[Any], part: str, seconds: float) -> None:
         self.source, self.part, self._seconds = loader, part, seconds
@@ -91,11 +92,11 @@ class WatchedLoader:
             self.count(number)
 
     def batches(self) -> Iterator[Any]:
-        """Yield the same batches. Custom loops may call this method of a loader."""
+        """Yield the same batches as iteration, for training loops that call a loader's ``batches()``."""
         return iter(self)
 
     def begin(self) -> bool:
-        """Return True if this loader is the one to measure, which is the first to be iterated."""
+        """Return True if this loader is the one to measure, which is the first to be iterated over."""
         if WatchedLoader._measured is None:
             WatchedLoader._measured = self
             self._start()
@@ -119,7 +120,7 @@ class WatchedLoader:
             raise SystemExit(0)
 
     def drawn(self) -> Iterator[Any]:
-        """Yield batches endlessly. To measure the step alone, repeat the first batches."""
+        """Yield batches forever. If only the step is measured, the first batches are repeated."""
         if self.part == "step":
             if self._kept is None:
                 self._kept = itertools.cycle(list(self._first()))  # Before the clock starts.
@@ -133,7 +134,7 @@ class WatchedLoader:
         batch = None
         for batch in self.source:
             self._unit = next((word for name, word in _UNITS.items() if hasattr(batch, name)), "samples")
-            count = getattr(batch, "count", None)  # Over all ranks, so that all skip the same batches.
+            count = getattr(batch, "count", None)  # Counted over all ranks, so all skip the same.
             self._full = count if self._full is None else self._full
             if count == self._full or not isinstance(count, int):
                 yield batch
@@ -155,7 +156,7 @@ class WatchedLoader:
                 break
 
     def _is_complete(self) -> bool:
-        """Return True if the measurement has lasted long enough. Start it after the warm-up.
+        """Return True if the measurement has lasted long enough. At the end of the warm-up, it starts.
 
         If steps are measured, the ranks agree, because all must stop after the same step. They communicate
         after increasing numbers of batches, which costs next to nothing. Otherwise, the ranks wait for each
@@ -195,10 +196,11 @@ class WatchedLoader:
 
 
 def noise_of(times: Sequence[float]) -> float:
-    """Return half of the 95% confidence interval of a batch's mean time, as a fraction of that time.
+    """Return half the width of the 95% confidence interval of the mean time per batch, relative to the mean.
 
     Args:
-        times: Times at the start and after each batch. The spread is taken over up to ten parts of them.
+        times: Times at the start and after each batch. The spread is measured over up to ten parts of
+            the run.
     """
     edges = np.linspace(0, len(times) - 1, min(len(times), len(_T) + 2)).round().astype(int)
     each = np.diff(np.array(times)[edges]) / np.diff(edges)
@@ -207,7 +209,7 @@ def noise_of(times: Sequence[float]) -> float:
 
 def bytes_of(batch: Any) -> int:
     """Return the size of a batch's arrays in bytes, or an upper limit."""
-    if hasattr(batch, "shape"):  # TensorFlow tensors may not know their bytes.
+    if hasattr(batch, "shape"):  # TensorFlow tensors may not know their size in bytes.
         return int(getattr(batch, "nbytes", 8 * math.prod(batch.shape)))
     parts = vars(batch) if hasattr(batch, "labels") else batch  # A batch of image_loader or table_loader.
     if isinstance(parts, Mapping | tuple | list):

@@ -72,7 +72,7 @@ class Autotuner:
 
     Attributes:
         values: Values that the ranks agreed on last. Missing values are the job's own.
-        done: True once nothing will be changed any more.
+        done: True once there will be no further changes.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -92,7 +92,7 @@ class Autotuner:
         self._run: Generator[Trial, Measured, Outcome] | None = None
         settings = self.settings
         warm_up = max(_FEWEST, settings.autotune_warmup_samples * settings.autotune_steps_per_sample)
-        self._warm_up = warm_up + 2  # the first step has no start; agreement takes one more
+        self._warm_up = warm_up + 2  # the first step's start is unknown; agreement takes one more
         self._trial = self._seen = Trial((), 0, warm_up)
         self._skip, self._said = 0, ""
         self._work: Work | None = None  # submitted; if it completes without a new trial, join() withdrew it
@@ -140,7 +140,7 @@ class Autotuner:
     def _submit(self, what: dict[str, Any]) -> None:
         payload = np.frombuffer(json.dumps(what).encode(), np.uint8)
         request = Request(Description(Collective.TUNE), (payload,), name=TUNE_NAME)
-        with contextlib.suppress(RingdanceError):  # the job is ending or has failed, which others report
+        with contextlib.suppress(RingdanceError):  # the job is ending or has failed, reported elsewhere
             self._work = self.engine.submit(request, wake=False)
 
     def _measured(self) -> dict[str, Any]:
@@ -150,8 +150,8 @@ class Autotuner:
     def _hello(self) -> dict[str, Any]:
         """Return this rank's known results and everything that decides what can be tuned here.
 
-        Rank 0 decides for all ranks what depends on settings, because not all settings are compared at the
-        start.
+        Whatever depends on settings is decided by rank 0 for all ranks, because not all settings are compared
+        at the start.
         """
         now = {name: tunable.get() for name, tunable in tunables.items()}
         self._own = {name: value for name, value in now.items() if value is not None}
@@ -220,7 +220,7 @@ class Autotuner:
         return EngineValues(**{name: type(own)(values.get(name, own)) for name, own in job.items()})
 
     def _begin(self, answers: list[dict[str, Any]]) -> None:
-        """Take over a known result, or start the search."""
+        """Use a known result, or start the search."""
         hardware = tuned.hardware_of(self.engine.hosts, [what["cores"] for what in answers])
         self._job = hardware | answers[0]["model"]
         for what in answers:

@@ -93,7 +93,7 @@ class Judgment(NamedTuple):
     """Result of comparing two settings by running them alternately.
 
     Attributes:
-        gained: True if the second is certainly faster, False if not certain, None if more turns are needed.
+        gained: True if the second is certainly faster, False if that is uncertain, None to take more turns.
         gain: Share of the first setting's time that the second saves (median over the turns).
         error: Half the width of the gain's confidence interval.
     """
@@ -167,8 +167,8 @@ class Search:
         """Yield trials, receive their measurements, and return the outcome."""
         start = self.best = self.start
         yield from self._measure(start, "start", 2 * self.steps)
-        # From a bad start, changing to all usual values at once gains more than noise can hide. Changing them
-        # one at a time gains little.
+        # From a bad start, changing all values to the usual ones together gains more than noise can hide.
+        # Changing them one by one gains little.
         usual = tuple(dim.start if dim.usual is None else dim.usual for dim in self.dimensions)
         self._pairs = 3
         if usual != start and self.exposed >= _EXPOSED and (yield from self._try(usual)) == "better":
@@ -181,7 +181,7 @@ class Search:
                 self._pairs = pairs
                 moved |= yield from self._descend(number, strides)
             if not moved and (len(strides) > 1 or self.best == start):
-                break  # Two values away is not faster either way, so values in between gain little.
+                break  # Values two steps away are not faster in either direction.
         return (yield from self._verify())
 
     @property
