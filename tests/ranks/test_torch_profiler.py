@@ -41,7 +41,8 @@ def test_waits_are_spans(tmp_path: Path) -> None:
     assert f"{PREFIX}allreduce.later" not in spans
     if RANK == 0:
         assert spans[f"{PREFIX}allreduce.late"] > 0.1e6
-        assert any(name.startswith(f"{PREFIX}gradients of ") for name in spans)
+        # It waits for the list of rank 1's gradients, and perhaps for the gradients, too.
+        assert any("gradients of " in name for name in spans)
     rows = {average.key for average in profiler.key_averages()}
     assert set(spans) <= rows
 

@@ -52,7 +52,7 @@ def _files(name: str) -> list[Path]:
 def _text(path: Path) -> str:
     """Return a file's text, edited so that a copy imports shared modules from the copy's directory.
 
-    Otherwise the copy would fail if a later version of Ringdance moved or changed these modules.
+    A later version of Ringdance that changes these modules does not change the copy.
     """
     text = path.read_text(encoding="utf-8").replace("from ringdance.recipes import ", "import ")
     return text.replace("from ringdance.recipes.", "from ")

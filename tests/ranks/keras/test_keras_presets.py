@@ -65,7 +65,7 @@ def test_200_steps_of_a_preset_are_those_of_pytorch(
     assert preset.optimizer == optimizer
     options = Namespace(rate=rate, accumulate=1, width=0, model=None, seed=0)
     keras.utils.set_random_seed(0)
-    other = by_keras.Model(options, preset, CLASSES)
+    other = by_keras.KerasImageModel(options, preset, CLASSES)
     model = other.model
     training = by_torch.TorchImageModel(options, preset, CLASSES, torch.device("cpu"))
     start = as_torch([keras.ops.convert_to_numpy(variable.value) for variable in model.trainable_variables])

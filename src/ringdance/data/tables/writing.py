@@ -14,6 +14,7 @@ from ringdance.data.tables import examples
 from ringdance.data.tables.formats import scan
 from ringdance.data.tables.rows import Array, Rows, dtype, header
 from ringdance.data.tables.table import Table, TableFile
+from ringdance.errors import ArgumentError
 
 ENDS = {"rows": "npy", "tfrecord": "tfrecord"}
 """File name extensions, by format."""
@@ -43,7 +44,9 @@ class TableWriter(AbstractContextManager["TableWriter"]):
     """
 
     def __init__(self, path: Path, format: str, count: int, fields: int) -> None:
-        self.path, self.format = path, format
+        if format not in ENDS:
+            raise ArgumentError(f"format {format!r} is not supported. Use one of {', '.join(ENDS)}.")
+        self.path, self.format, self.count = path, format, count
         self._file, self._rows = ShardWriter(path), 0
         if format == "rows":
             self._file.write(header(count, dtype(fields)))
@@ -55,7 +58,12 @@ class TableWriter(AbstractContextManager["TableWriter"]):
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Complete the file. Remove it after an error."""
+        wrong = None
+        if error is None and self._rows != self.count:
+            wrong = error = ArgumentError(f"{self.path}: {self._rows} rows were written, but {self.count} expected.")
         self._file.__exit__(kind, error, trace)
+        if wrong is not None:
+            raise wrong
 
     @property
     def written(self) -> Written:

@@ -351,9 +351,9 @@ def start_local(host: str, environ: Mapping[str, str], stdin: int, remotes: Sequ
 def _why(remote: Remote, program: str, python: str) -> _Problem:
     """Explain why an ssh process exited without reaching an agent."""
     try:
-        code = remote.wait(5.0)
+        code: int | None = remote.wait(5.0)
     except subprocess.TimeoutExpired:
-        return _Problem(f"{program} has closed its output, but is still running", temporary=True)
+        code = None
     error = remote.last_words()
     here = python or machine.facts()["executable"]
     if code in (126, 127):
@@ -372,7 +372,8 @@ def _why(remote: Remote, program: str, python: str) -> _Problem:
             advice.replace("HOST", remote.host),
             temporary="Permission denied" not in error and "verification failed" not in error,
         )
-    return _Problem(f"{program} exited with code {code}: {error}", temporary=True)
+    ended = "has closed its output, but is still running" if code is None else f"exited with code {code}"
+    return _Problem(f"{program} {ended}: {error or 'no message'}", temporary=True)
 
 
 def _unfit(remotes: Iterable[Remote]) -> dict[str, LaunchError]:

@@ -55,6 +55,7 @@ from ringdance.errors import ArgumentError
 from ringdance.recipes import torch_state
 from ringdance.recipes.options import Options, amount, count, number
 from ringdance.recipes.training import TRAINED_ON, Position, Training
+from ringdance.training.gradients.cores import own_cores
 
 try:
     from coco import PREPARE, Coco, ahead, results_of, scores  # type: ignore[import-not-found]
@@ -331,7 +332,7 @@ def main() -> None:
     """Run the training script."""
     given = options().read()
     hvd.init()
-    given.threads = given.threads or torch.get_num_threads()  # this rank's share of the cores
+    given.threads = given.threads or max(1, own_cores())
     given.norm = given.norm or ("frozen" if given.backbone_weights else "group")
     preset = PRESETS[given.preset].overridden(given)
     device = torch.device("cpu")

@@ -197,13 +197,15 @@ def from_bench(path: Path) -> Workload:
         each = row.get("threads") or cores / max(1, row.get("ranks_per_host", ranks))
         batch, model = typed(content, "batch", int), typed(content, "model", str)
         possible = all(0 <= size < 1 << 40 and ready >= 0 for size, ready in gradients)
-        if not (gradients and possible and 0 < compute < _LONGEST and batch > 0 and each > 0):
-            raise ValueError("a number is missing or out of range")
+        if not (possible and compute < _LONGEST and batch > 0 and each > 0):
+            raise ValueError("a number is out of range")
     except NO_FORMAT as error:
         raise LaunchError(
             f"{path} is not a measurement of `ringdance bench train --output FILE` ({type(error).__name__}: "
             f"{error}). It may be truncated or from another version. Measure again"
         ) from None
+    if not gradients or compute <= 0:
+        raise LaunchError(f"{path} has no gradients for the run on {ranks} ranks. Measure again")
     deviation = spread(single) if len(single) > 2 else 0.0
     source = (
         f"{path.name}: {model}, batch {batch}, measured on {ranks} rank{'s' * (ranks > 1)}: "
