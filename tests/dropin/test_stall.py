@@ -192,7 +192,8 @@ def test_late_ranks_that_nobody_watches(start: Start) -> None:
 @pytest.mark.slow  # TensorFlow on two ranks
 def test_programs_side_by_side_in_one_thread_of_tensorflow(start: Start) -> None:
     """Two programs run in a different order on rank 1, and no TensorFlow thread is left for the other one."""
-    code, output = start("mpiexec", 2, POOL, HOROVOD_STALL_CHECK_TIME_SECONDS="1", RINGDANCE_DEADLOCK_TIME="2")
+    times = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1", "RINGDANCE_DEADLOCK_TIME": "2"}
+    code, output = start("mpiexec", 2, POOL, **times)
     assert code != 0
     assert "All ranks are waiting, each for an operation" in output
     assert "it is waiting for 'allreduce.a'" in output

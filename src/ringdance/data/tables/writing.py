@@ -60,7 +60,7 @@ class TableWriter(AbstractContextManager["TableWriter"]):
         """Complete the file. Remove it after an error."""
         wrong = None
         if error is None and self._rows != self.count:
-            wrong = error = ArgumentError(f"{self.path}: {self._rows} rows were written, but {self.count} expected.")
+            wrong = error = ArgumentError(f"{self.path} has {self._rows} rows instead of {self.count}.")
         self._file.__exit__(kind, error, trace)
         if wrong is not None:
             raise wrong
