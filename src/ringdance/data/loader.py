@@ -172,7 +172,7 @@ class Loader(ImageBatches):
 
     def _read_piece(self, epoch: Epoch, first: int, stop: int) -> None:
         """Read some samples into the page cache. Errors are reported later, when the samples are decoded."""
-        # At exit, the interpreter waits for all submitted work, even if no thread needs the results anymore.
+        # At exit, the interpreter waits for all submitted work, even if the results are no longer needed.
         if not (epoch.stop.is_set() or getattr(concurrent.futures.thread, "_shutdown", False)):
             self.dataset.will_need(first, stop)
 

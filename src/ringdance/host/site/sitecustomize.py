@@ -36,7 +36,7 @@ def _import_the_next() -> None:
     except ImportError as error:
         if error.name != __name__:
             raise
-    sys.modules.setdefault(__name__, own)  # the process that imports this module looks it up
+    sys.modules.setdefault(__name__, own)  # importers of this module look it up
 
 
 def _has_joined_otherwise() -> bool:
