@@ -173,7 +173,7 @@ def main() -> None:
     parser = Options(description=__doc__)
     add = parser.add_argument
     add("model", type=Path, metavar="MODEL", help="a directory that --export has written")
-    add("data", type=Path, metavar="DATA", help="prepared data, a file of rows, or images (file or directory)")
+    add("data", type=Path, metavar="DATA", help="prepared data, a file of rows, or images")
     add("--split", default="train", help="split of prepared data; default: train")
     add("--output", metavar="FILE", help="default: print the metrics only")
     add("--batch-size", type=int, metavar="N", help="default: 8192 rows, 32 images")
