@@ -315,7 +315,7 @@ def ringdance(place: Place) -> None:
     tf.config.threading.set_inter_op_parallelism_threads(min(2, place.cores))
     import train_keras  # the recipe's module
 
-    steps = RecipeSteps(place, train_keras.Model)
+    steps = RecipeSteps(place, train_keras.KerasTableModel)
     for number, layer in enumerate(steps.model.layers.deep.layers):
         layer.set_weights([steps.first[f"w{number}"], steps.first[f"b{number}"]])
     train(steps, place)
