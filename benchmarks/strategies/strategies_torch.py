@@ -66,7 +66,7 @@ class Model(nn.Module):
         return self.layers(self.table(unique), where, values)
 
     def optimizers(self, sizes: Sizes) -> list[torch.optim.Optimizer]:
-        """Return Adam for the layers, whose gradients are ready first, and Adagrad for the table's rows."""
+        """Return Adam for the layers, whose gradients come first, and Adagrad for the table's rows."""
         return [
             torch.optim.Adam(self.layers.parameters(), sizes.rate, fused=True),
             RowAdagrad(self.table.parameters(), sizes.table_rate, sizes.accumulator),

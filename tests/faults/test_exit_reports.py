@@ -110,7 +110,7 @@ def test_a_thread_that_has_not_run_since_its_operation_ended_does_not_wait(tmp_p
         tmp_path,
         "import ringdance.numpy as hvd\nfrom ringdance.training import session\nhvd.init()\n"
         "callers = session.engine().callers\n"
-        "class Kept(dict):\n    def pop(self, *words): pass\n"  # as if it had not run yet
+        "class Kept(dict):\n    def pop(self, *words): pass\n"  # as if the thread had not run yet
         "callers.waiting = Kept()\nhvd.barrier()\nassert callers.waiting\n",
     )
     done = by_main("run", "-np", "2", "python", path)

@@ -104,7 +104,7 @@ def test_rows_that_do_not_divide(way: Any) -> None:
 
 
 def test_splits_that_cannot_be(way: Any) -> None:
-    """Splits are refused if they have more rows than the tensor or too few ranks, or are not a list."""
+    """Splits are refused if they are for too many rows or too many ranks, or are not a flat list."""
     for splits in ([2] * SIZE, [1] * (SIZE + 1), [[1] * SIZE]):
         wrong = tf.constant(splits, tf.int32)
         refused(
