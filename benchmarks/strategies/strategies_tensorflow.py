@@ -255,7 +255,7 @@ def parameter_server(place: Place) -> None:
 
     roles = ["chief"] + ["worker"] * (place.size - 1)
     hosts = list(dict.fromkeys(place.hosts))
-    for number in range(place.given.parameter_servers):  # distribute them over the hosts in turn
+    for number in range(place.given.parameter_servers):  # place them on the hosts in turn
         on = [rank for rank, role in enumerate(roles) if role == "worker"]
         roles[next(r for r in on if place.hosts[r] == hosts[number % len(hosts)])] = "ps"
     cluster = {role: [a for a, r in zip(place.addresses, roles, strict=True) if r == role] for role in roles}

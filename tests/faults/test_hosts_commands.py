@@ -63,7 +63,7 @@ def data(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def apart(environ: dict[str, str], tmp_path: Path) -> Callable[[str], Path]:
-    """Give every other host a separate $HOME/own. Returns a function from the host to its path here."""
+    """Give every other host a separate $HOME/own. Returns a function from a host to its path here."""
     ssh = Path(tmp_path / "bin" / "ssh")
     text = ssh.read_text()
     places = f'mkdir -p {tmp_path}/own "{tmp_path}/of/$1"; mount --bind "{tmp_path}/of/$1" {tmp_path}/own; '

@@ -1,4 +1,4 @@
-"""A rank on another host cannot respond, and another rank on the same host examines it."""
+"""A rank on another host cannot respond, so another rank on that host examines it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of one machine's memory, cores, disks and networks. These are really broken for each test."""
+"""Checks of one machine's memory, cores, disks and networks, which the tests really break."""
 
 from __future__ import annotations
 
