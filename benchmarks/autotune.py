@@ -2,7 +2,7 @@
 
 What: the two PyTorch models of ``ringdance bench train`` on CPUs: the perceptron 784-512-512-10 with batch 64
 on each rank, and a convolutional net of 8.5 M parameters with batch 32. First, a grid of batch thresholds,
-chunk sizes and overlap on and off is measured in short blocks of steps that take turns. On several hosts the
+chunk sizes and overlap on and off is measured in short, alternating blocks of steps. On several hosts the
 grid also varies the size of each transfer and whether the ranks of a host reduce first. The slower half of
 the settings is dropped repeatedly until few are left. Then autotune starts from bad settings (threshold
 64 KiB, chunks 16 KiB, cycle 20 ms, transfers 16 KiB) and from the grid's best settings.
@@ -130,7 +130,7 @@ class Training:
         return Setting(self.state.values(), tuple((k, n) for k, n in present.items() if n is not None))
 
     def apply(self, setting: Setting) -> None:
-        """Switch to other settings as the tuner does, with a request that runs with the next exchange."""
+        """Switch to other settings the way the tuner does: by a request that runs with the next exchange."""
         from ringdance.core.request import TUNE_NAME, Collective, Description, Request
         from ringdance.training.tuning.dimensions import tunables
 
@@ -162,8 +162,8 @@ class Training:
         """Train for ``STEPS`` steps with the tuner on.
 
         Returns:
-            The number of steps after which it ended (0 if it did not), the resulting settings, and the
-            seconds for all steps.
+            The number of steps after which the search ended (0 if it did not), the resulting settings, and
+            the seconds for all steps.
         """
         from ringdance.training.tuning import autotune
 
@@ -245,7 +245,7 @@ def measure_grid(training: Training, report: Report, name: str, arguments: Any) 
 def from_bad(training: Training, report: Report, name: str, best: Setting, arguments: Any) -> None:
     """Start the tuner from bad settings, and compare its choice with the grid's best."""
     start = training.start.values
-    chunk, wire = (min(16 * KB, nbytes) for nbytes in (start.chunk_bytes, start.wire_bytes))  # 0 stays
+    chunk, wire = (min(16 * KB, nbytes) for nbytes in (start.chunk_bytes, start.wire_bytes))  # 0 remains 0
     values = start._replace(
         fusion_threshold=64 * KB, cycle_time=20.0, chunk_bytes=chunk, wire_bytes=wire
     )

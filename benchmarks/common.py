@@ -201,7 +201,7 @@ def alternate(
     """Run the contestants in turn, A B C A B C ..., until the time is up, and return their samples.
 
     Disturbances of the machine thus affect all contestants. All ranks wait for each other before each turn
-    and stop after the same cycle. A first cycle for warming up does not count.
+    and stop after the same cycle. A first warm-up cycle does not count.
 
     Args:
         job: Ranks of this run.

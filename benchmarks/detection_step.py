@@ -26,7 +26,7 @@ from common import Report, alternate, ensure_ranks, parser, ratio, run_rank, tim
 
 OURS, DDP = "recipe, ringdance", "reference, DDP, gloo"
 CLASSES, OBJECTS, RATE = 91, 10, 1e-4
-TOLERANCE = 1e-4  # of weights, relative to the largest change
+TOLERANCE = 1e-4  # difference of the weights, relative to their largest change
 
 
 def images(size: int, batch: int, rank: int) -> Any:

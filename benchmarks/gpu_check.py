@@ -197,7 +197,7 @@ def join_torch(device: Any) -> None:
 
 
 def free_port() -> int:
-    """Return a port on which nothing listens."""
+    """Return a port on which nothing is listening."""
     import socket
 
     with socket.socket() as sock:

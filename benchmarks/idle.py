@@ -72,7 +72,7 @@ def contestant_call(job: Any, name: str) -> Callable[[], object]:
 
 
 def measure(job: Any, name: str, seconds: float, late: float) -> list[tuple[float, float, list[float]]]:
-    """Return idle percent, switches per second and percents while waiting (last rank: none), by rank."""
+    """Return each rank's idle CPU use, switches per second, and CPU uses while waiting (last rank: none)."""
     call = contestant_call(job, name)
     for _ in range(WARM_CALLS):
         call()
@@ -121,7 +121,7 @@ def run_jobs(arguments: argparse.Namespace) -> None:
     """Start a job for each contestant and print all results together.
 
     Raises:
-        SystemExit: A job failed. Has its exit code.
+        SystemExit: A job failed. The exit code is the job's.
     """
     parts = []
     with tempfile.TemporaryDirectory() as directory:

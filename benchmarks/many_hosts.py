@@ -7,8 +7,9 @@ explain -H``, with a soft limit of ``--files`` open files.
 Why: the launcher's needs per host determine how many hosts it can manage.
 
 How to read: the time is from start to end, with all agents on this machine's cores. "agent" is the memory of
-an agent and its backup (PSS, which divides shared memory among the processes). "launcher" is its growth per
-host. A real ssh client needs another 8 MiB, of which it shares all but 1.5 MiB with others.
+an agent and its backup (PSS, which divides shared memory among the processes). "launcher" is the
+growth of the launcher's memory per host. A real ssh client needs another 8 MiB, of which it shares all but
+1.5 MiB with others.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The job of a benchmark (modules, MPI, gloo, shared window) and the contestants to compare modules with.
 
-Everything here imports frameworks, so only ranks load it.
+This module imports frameworks, so only ranks load it.
 """
 
 from __future__ import annotations

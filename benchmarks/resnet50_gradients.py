@@ -4,7 +4,7 @@ What: the module gets all gradients at once through ``allreduce_async_`` with na
 order of backward, then waits for all with ``synchronize``. Peers on the same memory in the same job: raw
 mpi4py that packs into 64 MB buffers, calls ``Allreduce`` for each and copies out; the same with 4 MB buffers;
 chunks of 0.5 MB reduced in place; gloo as DDP uses it (25 MB buckets, all in flight); and the copy bound.
-All except the bound average, and all results are checked first.
+All of them except the bound compute averages, and all results are checked first.
 
 Why: this is what one training step of a typical model exchanges. Its 161 tensors of 256 B to 9.4 MB show
 both the cost per tensor and the use of memory.

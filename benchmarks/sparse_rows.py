@@ -47,7 +47,7 @@ def peak_of(call: Callable[[], object]) -> int:
     """Return the largest growth of the resident size, in bytes, while a call runs."""
     gc.collect()
     try:
-        ctypes.CDLL(None).malloc_trim(0)  # earlier freed memory must not hide what is needed now
+        ctypes.CDLL(None).malloc_trim(0)  # memory that was freed earlier must not hide what the call needs
     except AttributeError:
         pass
     before = largest = resident()

@@ -134,7 +134,7 @@ def torch(made: Path) -> Batches:
         yield from DataLoader(Rows(), BATCH, shuffle=True)
 
 
-CONTESTANTS: dict[str, tuple[Callable[[Path], Batches], str, str]] = {  # batches, the package, the file
+CONTESTANTS: dict[str, tuple[Callable[[Path], Batches], str, str]] = {  # batches, package, file
     "rows: ringdance": (ringdance("rows"), "ringdance", "rows.npy"),
     "rows: torch's DataLoader, row by row": (torch, "torch", "rows.npy"),
     "TFRecord: ringdance": (ringdance("tfrecord"), "google_crc32c", "tfrecord.tfrecord"),

@@ -1,9 +1,10 @@
 """The gain from each part of an input pipeline for click logs: rows/s, alone and with a training step.
 
-First tf.data on TFRecords, from the plain pipeline of tutorials, adding one part in each line: parse whole
-batches instead of single records, read files in parallel, cache records in memory before shuffling, prefetch
-batches. Then Ringdance's loader on the same rows: one row at a time, many rows at once, ahead of training,
-with two threads, and with files that need no parsing. The training step is NumPy on one core for --step ms.
+First tf.data on TFRecords, starting from the plain pipeline of tutorials and adding one part per line: parse
+whole batches instead of single records, read files in parallel, cache records in memory before shuffling,
+prefetch batches. Then Ringdance's loader on the same rows: one row at a time, many rows at once, ahead of
+training, with two threads, and with files that need no parsing. The training step is NumPy on one core for
+--step ms.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ def _step(shapes: Shapes, average: Average) -> Callable[[], None]:
     import tensorflow as tf
 
     variables = [tf.Variable(tf.ones(shape)) for shape in shapes]
-    scale = tf.Variable(2.0)  # with a constant, folding would make the gradient the variable itself
+    scale = tf.Variable(2.0)  # a constant would be folded, making the gradient the variable itself
 
     def step() -> None:
         with tf.GradientTape() as tape:

@@ -20,7 +20,7 @@ import ringdance.jax as hvd
 
 
 def network(seed: int) -> nnx.Module:
-    """Return a net of two convolutions and two dense layers with about 40,000 parameters."""
+    """Return a net of about 40,000 parameters: two convolutions and two dense layers."""
     rngs = nnx.Rngs(seed)
     return nnx.Sequential(
         nnx.Conv(1, 16, (3, 3), rngs=rngs), nnx.relu, nnx.Conv(16, 32, (3, 3), rngs=rngs), nnx.relu,

@@ -18,7 +18,7 @@ import ringdance.keras as hvd
 
 
 def network() -> keras.Model:
-    """Return a net of two convolutions and two dense layers with about 40,000 parameters."""
+    """Return a net of about 40,000 parameters: two convolutions and two dense layers."""
     return keras.Sequential([
         keras.Input((8, 8, 1)),
         keras.layers.Conv2D(16, 3, padding="same", activation="relu"),

@@ -19,7 +19,7 @@ import ringdance.mxnet as hvd
 
 
 def network() -> nn.HybridSequential:
-    """Return a net of two convolutions and two dense layers with about 40,000 parameters."""
+    """Return a net of about 40,000 parameters: two convolutions and two dense layers."""
     net = nn.HybridSequential()
     net.add(nn.Conv2D(16, 3, padding=1, activation="relu"), nn.Conv2D(32, 3, padding=1, activation="relu"))
     net.add(nn.MaxPool2D(), nn.Dense(64, activation="relu"), nn.Dense(10))
@@ -41,7 +41,7 @@ def main() -> None:
     test, train = np.split(np.random.default_rng(0).permutation(len(labels)), [360])
     net = network()
     parameters = net.collect_params()
-    hvd.broadcast_parameters(parameters, root_rank=0)  # in the first pass, which infers shapes
+    hvd.broadcast_parameters(parameters, root_rank=0)  # happens in the first pass, once shapes are known
     # A step has `size` times as many images, so scale the learning rate too.
     rate = {"learning_rate": 0.03 * hvd.size(), "momentum": 0.9}
     trainer = hvd.DistributedTrainer(parameters, "sgd", rate)

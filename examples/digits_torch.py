@@ -18,7 +18,7 @@ import ringdance.torch as hvd
 
 
 def network() -> nn.Module:
-    """Return a net of two convolutions and two dense layers with about 40,000 parameters."""
+    """Return a net of about 40,000 parameters: two convolutions and two dense layers."""
     return nn.Sequential(
         nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(),
         nn.MaxPool2d(2), nn.Flatten(), nn.Linear(32 * 4 * 4, 64), nn.ReLU(), nn.Linear(64, 10),

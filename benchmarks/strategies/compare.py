@@ -87,7 +87,7 @@ def options() -> argparse.Namespace:
     add("--output", type=Path, default=Path("comparison"), metavar="DIR", help="default: comparison")
     add("--again", action="store_true", help="repeat strategies that already have results")
     add("--child", help=argparse.SUPPRESS)
-    for name in ("--sizes", "--threads"):  # of the model; within and between operations
+    for name in ("--sizes", "--threads"):  # sizes of the model; threads within and between operations
         add(name, type=lambda text: json.loads(text), help=argparse.SUPPRESS)
     parsed = parser.parse_args()
     if parsed.child:
@@ -146,7 +146,7 @@ def opened(given: argparse.Namespace) -> None:
 
 
 def _kept(path: Path) -> Any:
-    """Return the contents of a file from an earlier run, None if it cannot be used."""
+    """Return the contents of a file from an earlier run, or None if it cannot be used."""
     try:
         return json.loads(path.read_text())
     except (OSError, ValueError):
@@ -227,7 +227,7 @@ def run(given: argparse.Namespace, framework: str, name: str, *more: str, quiet:
 
 
 def _fact(text: str) -> tuple[int, dict[str, Any]] | None:
-    """Return the rank and the fact in a line of output, None if the line is something else."""
+    """Return the rank and the fact in a line of output, or None if the line is something else."""
     if strategies.MARK not in text:
         return None
     line = json.loads(text)

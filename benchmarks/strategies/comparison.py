@@ -26,7 +26,7 @@ class Result:
         settings: Settings that all results must share.
         error: Reason for missing results, or "".
         processes: Number of processes on all hosts.
-        threads: Numbers of threads that a trial has chosen.
+        threads: Numbers of threads chosen by a trial.
         warm: Rows trained before the clock started.
         validation: Number of validation rows for the AUC.
         cores_busy: Average number of cores used by all processes while training.

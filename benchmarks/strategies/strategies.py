@@ -29,7 +29,7 @@ from ringdance.recipes.deepfm import rates
 Array = np.ndarray[Any, Any]
 MARK = "::compare::"
 # When to evaluate, as shares of a run's rows. All strategies use the same. The first ones are for strategies
-# that are too slow to reach the others.
+# that are too slow to reach the later ones.
 _MARKS = (1 / 64, 1 / 16, *(eighth / 8 for eighth in range(1, 9)))
 _writing = threading.Lock()
 _WARM = 3  # steps before the clock starts: compilation, buffers, connections
@@ -71,7 +71,7 @@ class Sizes:
         values = {"table": table, "bias": np.zeros(1, np.float32)}
         before = self.fields * self.dim
         for number, after in enumerate((*self.hidden, 1)):
-            bound = (6 / (before + after)) ** 0.5  # Glorot's
+            bound = (6 / (before + after)) ** 0.5  # Glorot initialization
             values[f"w{number}"] = random.uniform(-bound, bound, (before, after)).astype(np.float32)
             values[f"b{number}"] = np.zeros(after, np.float32)
             before = after
@@ -137,8 +137,8 @@ class Strategy:
 def batches(place: Place, rank: int, size: int) -> Iterator[Any]:
     """Yield a rank's parts of the global batches, epoch after epoch. Like the recipe, skip short ones.
 
-    In the recipe, Adagrad gets sums over a batch, elsewhere means. Hence an initial sum fits both only at one
-    batch size.
+    Adagrad gets sums over a batch in the recipe, but means in the other strategies. Hence one initial sum
+    fits both only at one batch size.
     """
     from ringdance.data import Table, TableLoader
 
@@ -206,7 +206,7 @@ def _look() -> None:
 
 
 def _watch() -> None:
-    """Report both while this process lives. A process that serves others cannot know when they train."""
+    """Report both while this process lives. A process that serves others cannot tell when they train."""
     while True:
         _look()
         time.sleep(_SAMPLE)

@@ -102,7 +102,7 @@ class Model:
                 tf.raw_ops.ResourceApplyAdam(
                     var=var.handle, m=m.handle, v=v.handle, beta1_power=tf.pow(0.9, step),
                     beta2_power=tf.pow(0.999, step), lr=self.sizes.rate * warm, beta1=0.9, beta2=0.999,
-                    epsilon=1e-8 * tf.sqrt(1 - tf.pow(0.999, step)), grad=next(gradients),  # as PyTorch's
+                    epsilon=1e-8 * tf.sqrt(1 - tf.pow(0.999, step)), grad=next(gradients),  # as in PyTorch
                 )  # fmt: skip
 
     def predict(self) -> Callable[[Array, Array], Array]:
@@ -255,7 +255,7 @@ def parameter_server(place: Place) -> None:
 
     roles = ["chief"] + ["worker"] * (place.size - 1)
     hosts = list(dict.fromkeys(place.hosts))
-    for number in range(place.given.parameter_servers):  # the hosts in turn
+    for number in range(place.given.parameter_servers):  # place them on the hosts in turn
         on = [rank for rank, role in enumerate(roles) if role == "worker"]
         roles[next(r for r in on if place.hosts[r] == hosts[number % len(hosts)])] = "ps"
     cluster = {role: [a for a, r in zip(place.addresses, roles, strict=True) if r == role] for role in roles}

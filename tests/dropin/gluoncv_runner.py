@@ -2,7 +2,7 @@
 
 The script is not changed. ``mx.gpu`` returns the host. GluonCV's own faults, as docs/coming-from-horovod.md
 describes them, are fixed: AutoGluon's old module, which the ImageNet script imports for images of 320 pixels
-or more, is an empty one, and ``custom-model`` of Faster R-CNN is its model instead of the one with two heads.
+or more, is an empty one here, and ``custom-model`` builds the right Faster R-CNN, not the one with two heads.
 """
 
 import runpy

@@ -73,7 +73,7 @@ def test_which_waits_for_which(bound: str, tmp_path: Path) -> None:
     speeds = {part: report[part]["samples_per_second"] for part in ("loader", "step", "both")}
     assert min(speeds["loader"], speeds["step"]) == speeds[bound]
     assert speeds["both"] > 0
-    # Next to other programs, it may report short cores or an unclear cause: tests/unit/tools/test_bench.py.
+    # If other programs run, it may report too few cores or an unclear cause: tests/unit/tools/test_bench.py.
     assert report["bound"] in (bound, "cores", "order", "unclear")
     assert report["sentence"]
 
@@ -193,7 +193,7 @@ def test_a_planted_cause_is_named_or_nothing_is(cause: str, seconds: float, tmp_
     said = f"{report['sentence']} {report['next_step']}"
     speeds = {part: report[part]["samples_per_second"] for part in ("loader", "step")}
     if others_run and cause in ("disk", "slow rank") and speeds["loader"] < speeds["step"] / 2:
-        assert "Other programs" not in said, said  # they do not hide who barely uses a core
+        assert "Other programs" not in said, said  # they do not mask what barely uses a core
     assert report["bound"] == "unclear" or all(words in said for words in RIGHT[cause]), said
     assert "--resize" not in said
 

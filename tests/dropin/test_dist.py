@@ -1,4 +1,4 @@
-"""`make dist` builds the same files each time, and wheels with which the first commands work."""
+"""`make dist` builds the same files each time, and the first commands work with its wheels."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def on_two_ranks(above: Path) -> dict[str, Task]:
     tasks = {title(page): Task(str(page), (), places[page], text) for page, text in SCRIPTS.items()}
     for number, (name, (block, command, _)) in enumerate(SHOWN.items()):
         start, path, words = parts(command)
-        directory = above / f"shown.{number}"  # the runner names its own files after it
+        directory = above / f"shown.{number}"  # the runner names its files after this directory
         directory.symlink_to(places[block.page])
         tasks[name] = Task(str(directory / path), words, directory, alone=not start)
     return tasks

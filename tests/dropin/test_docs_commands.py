@@ -35,7 +35,7 @@ COMMANDS = [
 
 
 LONG = [page for page in COMMANDS if any("slow" in block.marks for block in blocks(page))]
-# These do not start ranks, so they run in a fork of this process, which has imported them.
+# These commands do not start ranks, so they run in a fork of this process, which has imported their code.
 FORKED = re.compile(
     r"ringdance (?:data|plan|report|timeline|advise|explain|settings|recipes|slurm|k8s|sagemaker)\b"
     r"[^|&;<>()$`~]*"

@@ -54,7 +54,7 @@ def test_without_ray_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_no_variable_of_the_first_machine_goes_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only settings go there, because agents' connections are not encrypted, even if Ray's own are."""
+    """Only settings are sent, because agents' connections are not encrypted, even if Ray's own are."""
     plans: list[Any] = []
 
     def job(ready: Any, *_: Any, **__: Any) -> Any:

@@ -88,7 +88,7 @@ def on_two_ranks(above: Path) -> dict[str, Task]:
 
 @pytest.fixture(scope="module")
 def start(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Start:
-    """Return the outcome of one run. The first request runs all scripts of that way."""
+    """Return the outcome of one run. The first call runs all scripts that are started in this way."""
 
     @functools.cache
     def outcomes(way: str, size: int) -> dict[str, Outcome]:
@@ -181,7 +181,7 @@ def test_imagenet(start: Start, way: str, size: int) -> None:
 
 
 def test_imagenet_resumed(start: Start) -> None:
-    """One epoch, and another from its checkpoint, give exactly the result of two epochs at once."""
+    """One epoch, and another from its checkpoint, give exactly the result of two epochs in one run."""
     first = start("horovodrun", 2, "imagenet_first")
     second = start("horovodrun", 2, "imagenet_second")
     assert second.out.count("Starting from epoch 1") == 1

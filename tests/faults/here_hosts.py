@@ -1,7 +1,7 @@
 """Simulated "hosts" that do not need root: what ssh would start there runs here, under another host name.
 
 A program named ssh, first in PATH, runs the command in its own namespaces for host name, processes and
-/dev/shm. Only the network is this machine's. The host dies with its ssh, as a host does with its network.
+/dev/shm. Only the network is this machine's. The host dies with its ssh, like a real host with its network.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ENTER = (
 
 
 def why_not() -> str:
-    """Return why such hosts cannot exist here, or ""."""
+    """Return why such hosts cannot exist here ("" if they can)."""
     if not shutil.which("unshare"):
         return "needs unshare (util-linux)"
     tried = subprocess.run(

@@ -140,7 +140,7 @@ class _Notification(ctypes.Structure):
 
 
 def c_timer(seconds: float) -> None:
-    """Wait in C for a C thread that does not exist yet, as a graph waits for its data."""
+    """Wait in C for a C thread that does not exist yet, the way a graph waits for its data."""
     libc, timer, semaphore = ctypes.CDLL(None), ctypes.c_void_p(), (ctypes.c_long * 4)()
     function = ctypes.cast(libc.sem_post, ctypes.c_void_p)
     on_thread = _Notification(value=ctypes.addressof(semaphore), kind=2, function=function)
@@ -173,7 +173,7 @@ WORK = (
 
 
 def late_result(seconds: float) -> None:
-    """Rank 0 evaluates on a thread, while its main thread already waits for what follows the result."""
+    """Rank 0 evaluates on a thread. Its main thread is already waiting for what follows the result."""
     if hvd.rank() == 0:
         evaluation = start(lambda: (sleep_in_steps(seconds), reduce("result")))
         reduce("done")
@@ -184,7 +184,7 @@ def late_result(seconds: float) -> None:
 
 
 def threads_come_and_go(seconds: float) -> None:
-    """No thread that has submitted is still alive, except the threads that wait."""
+    """No thread that has submitted is still alive, except those that are waiting."""
     for _ in range(3):
         start(lambda: reduce("step")).result()
     with ThreadPoolExecutor(2) as idle:
@@ -193,7 +193,7 @@ def threads_come_and_go(seconds: float) -> None:
 
 
 def limited_wait(seconds: float) -> None:
-    """Rank 0 stops waiting after a timeout, and submits what the others wait for."""
+    """Rank 0 stops waiting after a timeout, and submits what the others are waiting for."""
     if hvd.rank() == 0:
         late = session.engine().submit(request_for("late"))
         try:
@@ -236,7 +236,7 @@ def others_in_a_set(seconds: float) -> None:
 
 
 def one_in_a_set_is_late(seconds: float) -> None:
-    """All ranks wait in two sets for a rank where so far only a thread other than the main one has called."""
+    """All ranks wait in two sets for a rank on which only a thread other than the main one has made calls."""
     sets = [hvd.add_process_set([rank, hvd.size() - 1]) for rank in range(hvd.size() - 1)]
     if hvd.rank() == hvd.size() - 1:
         waits = start(lambda: reduce("all"))
@@ -296,7 +296,7 @@ def marked(seconds: float) -> None:
 
 
 def large(seconds: float) -> None:
-    """One exchange takes long while threads wait for other names."""
+    """One exchange takes long while threads are waiting for other names."""
 
     def exchange() -> None:
         until, go_on, values = time.monotonic() + seconds, np.ones(1), np.ones(1 << 24)
@@ -333,7 +333,7 @@ def stopped(seconds: float) -> None:
 
 
 def in_a_signal(seconds: float) -> None:
-    """A slow signal handler, called while the main thread waits, submits what the others wait for."""
+    """A slow signal handler, called while the main thread waits, submits what the others are waiting for."""
     handles = []
 
     def handler(number: int, frame: object) -> None:
@@ -387,7 +387,7 @@ def data_service(seconds: float) -> None:
 
 
 def jitted(seconds: float) -> None:
-    """JAX computes while main threads already wait, and then calls back."""
+    """JAX computes while main threads are already waiting, and then calls back."""
     import jax
     import jax.numpy as jnp
 

@@ -214,7 +214,7 @@ def evaluate() -> None:
 
 
 def disturbed(cause: str) -> None:
-    """Run a cause that consists in the calls of all ranks."""
+    """Run a cause that lies in the calls that the ranks make."""
     mine = hvd.rank() == 1
     if mine:
         begin()

@@ -33,7 +33,7 @@ def step(seconds: float) -> None:
         handles.append(hvd.allreduce(np.ones(10_000), name=f"gradient.{layer}", wait=False))
     for handle in handles:
         hvd.synchronize(handle)
-    hvd.mark_step()  # like optimizers
+    hvd.mark_step()  # optimizers call this themselves
 
 
 def main() -> None:

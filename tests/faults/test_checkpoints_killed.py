@@ -1,4 +1,4 @@
-"""Two managers' checkpoints in one directory, killed while saving: the newest is read, and is complete."""
+"""Two managers save to one directory and are killed: the newest checkpoint is read, and is complete."""
 
 from __future__ import annotations
 

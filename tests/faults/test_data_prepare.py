@@ -141,5 +141,5 @@ def test_click_logs_resumed_after_kill_9_in_both_passes(tmp_path):
     again = [path for path in times if path.stat().st_mtime_ns != times[path]]
     assert len(again) <= 2  # complete, but not yet recorded
     assert files(destination) == files(whole)
-    left = ["criteo.json", "lock"]  # the first lists what --overwrite may remove
+    left = ["criteo.json", "lock"]  # criteo.json lists what --overwrite may remove
     assert sorted(path.name for path in (destination / ".prepare").iterdir()) == left

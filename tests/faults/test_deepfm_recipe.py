@@ -73,7 +73,7 @@ def kill(job: Job) -> None:
 
 
 def learned_and_scored(directory: Path, recipe: str, clicks: Path, ranks: int = 2) -> float:
-    """Train for equally many steps on any number of ranks, score the validation rows and return their AUC."""
+    """Train for the same number of steps on any number of ranks. Score validation rows, return their AUC."""
     model = directory / "model"
     text = run(directory, recipe, ranks, clicks, "--epochs", str(ranks), "--export", str(model))
     assert "of 8,000 rows" in text

@@ -111,7 +111,8 @@ def saved_at(directory: Path, step: int) -> bool:
 def reached(directory: Path) -> int:
     """Return how many rows of the epoch the newest checkpoint contains.
 
-    If killed at the right moment, it is valid though its files keep their first names: Note [Manifests].
+    If the job is killed at a certain moment, the newest checkpoint is valid even though its files still have
+    their first names: see Note [Manifests].
     """
     files = CheckpointFiles(directory, 2, "checkpoint", ".npz")
     newest = files.find(None)

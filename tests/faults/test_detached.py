@@ -157,7 +157,7 @@ def test_stop_is_orderly_then_hard(job: Callable[..., str], ringdance: Ringdance
 
 
 def test_it_can_be_stopped_while_it_starts(ringdance: Ringdance, tmp_path: Path) -> None:
-    """A rank that starts while the others get SIGTERM gets it too. The delays cover the whole start."""
+    """A rank that is starting while the others get SIGTERM gets it too. The delays cover the whole start."""
     outcomes = set[str]()
     for i in range(80):
         name = ringdance("run", "-np", "2", "--detach", "sleep", "1000").stdout.strip()

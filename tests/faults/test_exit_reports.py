@@ -78,7 +78,7 @@ def test_an_exit_code_ends_the_job_while_the_others_compute(
 
 
 def test_an_exit_code_ends_the_job_while_a_thread_waits(tmp_path: Path) -> None:
-    """Before ``atexit`` functions, Python waits for the thread, which waits for the other rank."""
+    """Before calling ``atexit`` functions, Python waits for the thread, which waits for the other rank."""
     path = script(
         tmp_path,
         "import sys, threading, numpy as np, ringdance.numpy as hvd\n"
@@ -110,7 +110,7 @@ def test_a_thread_that_has_not_run_since_its_operation_ended_does_not_wait(tmp_p
         tmp_path,
         "import ringdance.numpy as hvd\nfrom ringdance.training import session\nhvd.init()\n"
         "callers = session.engine().callers\n"
-        "class Kept(dict):\n    def pop(self, *words): pass\n"  # as if it had not run yet
+        "class Kept(dict):\n    def pop(self, *words): pass\n"  # as if the thread had not run yet
         "callers.waiting = Kept()\nhvd.barrier()\nassert callers.waiting\n",
     )
     done = by_main("run", "-np", "2", "python", path)
@@ -130,7 +130,7 @@ READERS = {
 
 @pytest.mark.parametrize("reader", sampled("readers in JAX", list(READERS), 1, always=["unread"]))
 def test_an_exchange_failed_in_a_program_of_jax(tmp_path: Path, reader: str) -> None:
-    """It fails the job even if the result is unread or Keras drops the error, unless the script gets it."""
+    """The job fails even if nobody reads the result or Keras drops the error, unless the script gets it."""
     ending, code = READERS[reader]
     needed("jax", "keras")
     path = script(

@@ -65,7 +65,7 @@ def test_one_world_over_three_hosts(
         "from mpi4py import MPI\n"
         "names = 'LOCAL_RANK', 'LOCAL_SIZE', 'CROSS_RANK', 'CROSS_SIZE'\n"
         "numbers = [os.environ['HOROVOD_' + name] for name in names]\n"
-        "odd = os.environ['spark.env-1']\n"  # which no shell can name
+        "odd = os.environ['spark.env-1']\n"  # a shell cannot have a variable of this name
         "print(os.uname().nodename, *numbers, MPI.COMM_WORLD.allreduce(rank), odd, sys.stdin.read())\n"
     )
     done = run(*THREE, "--no-check", "-x", "spark.env-1=odd", "python", path, input="what is read")

@@ -63,7 +63,7 @@ def data(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def apart(environ: dict[str, str], tmp_path: Path) -> Callable[[str], Path]:
-    """Give each other host its own directory at $HOME/own. Returns a function with its path from here."""
+    """Give every other host a separate $HOME/own. Returns a function from a host to its path here."""
     ssh = Path(tmp_path / "bin" / "ssh")
     text = ssh.read_text()
     places = f'mkdir -p {tmp_path}/own "{tmp_path}/of/$1"; mount --bind "{tmp_path}/of/$1" {tmp_path}/own; '
@@ -124,7 +124,7 @@ def test_a_file_into_a_folder_and_to_the_same_place(
     assert (apart("other3") / "big").read_bytes() == (data / "big").read_bytes()
     assert hosts("copy", "-H", "other1", str(data / "big"), "~/own/renamed").returncode == 0
     assert (apart("other1") / "renamed").read_bytes() == (data / "big").read_bytes()
-    (tmp_path / "own" / "mine").write_text("mine")  # as seen from here; hosts have another one
+    (tmp_path / "own" / "mine").write_text("mine")  # hosts have another directory at this path
     assert hosts("copy", *OTHERS, str(tmp_path / "own" / "mine")).returncode == 0
     assert (apart("other2") / "mine").read_text() == "mine"
 

@@ -72,7 +72,7 @@ def test_bars_of_two_ranks_do_not_overwrite_each_other(tmp_path: Path, terminal:
     shown = os.read(ours, 1 << 16).decode()
     os.close(ours)
     assert done.returncode == 0, shown
-    if terminal:  # the terminal shows one below the other: two lines are removed before each redraw
+    if terminal:  # one bar below the other: two lines are removed before each redraw
         last = shown.rpartition("\x1b[2A\x1b[J")[2]
         assert last.splitlines() == ["[0] bar 4", "[1] bar 4"]
     else:

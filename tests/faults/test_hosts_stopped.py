@@ -1,4 +1,4 @@
-"""A process of a job on several hosts is stopped (SIGSTOP): the job continues, and reports what waits."""
+"""A process of a job on several hosts is stopped (SIGSTOP): the job continues and reports what is waiting."""
 
 from __future__ import annotations
 

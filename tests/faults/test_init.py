@@ -1,4 +1,4 @@
-"""Ranks that never call init(): the others name them, before MPI could."""
+"""Ranks that never call init(): the others name them before MPI could."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ LOADER_PROGRAM = """
         time.sleep(0.001)
 """
 # If a process dies before MPI_Init, Intel's mpiexec waits for the others. If a rank's front is killed before
-# the launcher knows it, the start timeout has to pass.
+# the launcher knows about it, the start timeout has to pass.
 INTEL = any(distribution.metadata["Name"] == "impi-rt" for distribution in importlib.metadata.distributions())
 START_S = 20
 VICTIMS = ("rank", "launcher", "mpiexec")

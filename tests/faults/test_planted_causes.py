@@ -205,7 +205,7 @@ def possible(cause: str) -> bool:
 
 
 def check(cause: str, way: str) -> str:
-    """Run one trial, print the result, and return what is wrong, or ""."""
+    """Run one trial, print the result, and return what is wrong with it ("" if nothing is)."""
     with tempfile.TemporaryDirectory(prefix="planted-") as directory:
         seconds, wrong, text = trial(cause, way, Path(directory))
     if not wrong and seconds > CAUSES[cause].limit:

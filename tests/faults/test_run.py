@@ -208,7 +208,7 @@ def test_ranks_that_never_called_init_are_named(program: Callable[[str], str]) -
     ends = "import ringdance.numpy as hvd\nif rank: sys.stderr.write('no torchvision\\n')\nelse: hvd.init()\n"
     done = run("-np", "3", "python", program(ends))
     assert done.returncode == 1
-    why = "other ranks were still running; its last line on stderr: no torchvision"  # must precede the guess
+    why = "other ranks were still running; its last line on stderr: no torchvision"  # comes before the guess
     assert f"{why}; hvd.init(), which all ranks must call, was not called by rank" in done.stderr, done.stderr
 
 
@@ -547,7 +547,7 @@ def test_a_signal_after_a_failure_hides_no_cause(tmp_path: Path) -> None:
 
 
 def test_what_follows_from_the_end_is_no_cause(tmp_path: Path) -> None:
-    """An error that a rank prints because it notices, after SIGTERM, another's exit is not a cause either."""
+    """An error that a rank prints after SIGTERM because it notices another's exit is not a cause either."""
     path = script(
         tmp_path,
         """
@@ -753,7 +753,7 @@ def test_operations_that_are_lost_at_the_end_are_told(program: Callable[[str], s
 
 @pytest.mark.skipif(bool(here_hosts.why_not()), reason=f"namespaces: {here_hosts.why_not()}")
 def test_no_directory_for_temporary_files_is_told_in_a_line(tmp_path: Path) -> None:
-    """It lists each place with a reason, and says what to do. The working directory is not a fallback."""
+    """The message lists each place with a reason and a fix. The working directory is not a fallback."""
     environ = {**os.environ, "TMPDIR": "/no-such-directory"}
     line = [sys.executable, "-m", "ringdance", "run", "-np", "2", "true"]
     done = subprocess.run(

@@ -30,7 +30,7 @@ def dtype_of(name: str) -> np.dtype[Any]:
 
 
 def values(rank: int, dtype: str, shape: tuple[int, ...], seed: int = 0) -> Array:
-    """Return the input of `rank`, equal on every rank that asks. Integers are too small to overflow."""
+    """Return the input of `rank`, the same on every rank. Integers are too small to overflow."""
     made = np.random.default_rng([rank, seed, 11])
     if dtype == "bool":
         drawn = made.integers(0, 2, shape)

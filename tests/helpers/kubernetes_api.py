@@ -112,7 +112,7 @@ class Api:
             ]
             return 200, {"kind": "APIResourceList", "groupVersion": group, "resources": resources}
         if url.path == "/openapi/v2":
-            return 200, ""  # in the format that kubectl requests, an empty document
+            return 200, ""  # an empty document in the format that kubectl requests
         if url.path == "/openapi/v3":
             return 200, {
                 "paths": {f"apis/{g}": {"serverRelativeURL": f"/openapi/v3/apis/{g}"} for g in self.kinds}

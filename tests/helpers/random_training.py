@@ -126,7 +126,7 @@ def predict(program: Program, values: dict[str, Any], x: Any, rows: Any, rank: i
         values: Variables of the model.
         x: Features.
         rows: Rows of the embedding table, shape (n, 2, 3), or None.
-        rank: Rank, which decides about the branch.
+        rank: Rank, which determines whether the branch is used.
         xp: Array module with ``concatenate``, ``reshape``, ``tanh`` and ``sum``.
     """
     if rows is not None:

@@ -6,7 +6,7 @@ import os
 
 
 def rank_and_size() -> tuple[int, int]:
-    """Return this process's rank and size in the job that mpiexec or torchrun started, else (0, 1)."""
+    """Return this process's rank and size in the job of mpiexec or torchrun, or (0, 1) outside of both."""
     names = [("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("PMI_RANK", "PMI_SIZE")]
     if "TORCHELASTIC_RUN_ID" in os.environ:
         names.append(("RANK", "WORLD_SIZE"))

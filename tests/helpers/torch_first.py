@@ -1,4 +1,4 @@
-"""Load what PyTorch's optimizers need first. Some builds crash if TensorFlow was imported before it."""
+"""Import what PyTorch's optimizers need. Some builds crash if TensorFlow is imported before it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Random programs of torch.distributed calls, and what each rank must get from them.
 
 A program is plain data that all ranks derive from one seed. Some of its calls have a fault on one rank:
-a different dtype, shape, operation, root or collective, or an argument that only this rank can see is wrong.
+a different dtype, shape, operation, root or collective, or a wrong argument that only this rank can detect.
 These must raise on all members of their group, and later calls must still match. All values are small
 integers, so that results are exact in every dtype and in every order of summation.
 

@@ -41,7 +41,7 @@ SetEnv TMPDIR=/run/tmp
 
 
 def why_not() -> str:
-    """Return why such hosts cannot exist here, or ""."""
+    """Return why such hosts cannot exist here ("" if they can)."""
     if os.name != "posix" or not hasattr(os, "getuid") or os.getuid() != 0:
         return "needs root"
     needed = ("ip", "tc", "unshare", "nsenter", "ssh-keygen", _SSHD)
@@ -275,7 +275,7 @@ def _run(*command: str) -> str:
 
 
 def wait_until(condition: Callable[[], bool], seconds: float) -> float | None:
-    """Return the seconds until the condition holds, or None if it does not hold within `seconds`."""
+    """Wait for the condition. Return how many seconds that took, or None if it took over `seconds`."""
     began = time.monotonic()
     while not condition():
         if time.monotonic() - began > seconds:

@@ -79,7 +79,7 @@ class Pods:
             raise RuntimeError(f"{name}: {done.stderr}")
 
     def know_workers(self, known: bool) -> None:
-        """Make the workers' names exist or not. In a cluster, they appear some time after the pods start."""
+        """Make the workers' names exist or vanish. In a cluster, they appear a while after the pods start."""
         lines = self._names.read_text().splitlines()
         kept = [line.removeprefix("#") for line in lines]
         hidden = [line if known or line.split()[0] == "127.0.0.1" else f"#{line}" for line in kept]

@@ -36,7 +36,7 @@ PartitionName=all Nodes=ALL Default=YES State=UP
 
 
 def why_not() -> str:
-    """Return why Slurm cannot run here, in addition to the hosts' requirements, or ""."""
+    """Return why Slurm cannot run here ("" if it can), in addition to the hosts' requirements."""
     programs = ("munged", "slurmctld", "slurmd", "srun")
     missing = [name for name in programs if not shutil.which(name, path="/usr/sbin:/usr/bin")]
     return f"needs {', '.join(missing)} (Debian: slurm-wlm munge)" if missing else ""

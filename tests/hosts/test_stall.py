@@ -1,4 +1,4 @@
-"""A rank on another host that cannot respond is examined by a rank on its own host."""
+"""A rank on another host cannot respond, so another rank on that host examines it."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def test_a_job_that_ends_at_once_has_all_its_ranks(three_hosts: Hosts, tmp_path:
 
 @pytest.mark.parametrize("steps", [0, 20])
 def test_a_killed_monitor_does_not_end_the_job(three_hosts: Hosts, tmp_path: Path, steps: int) -> None:
-    """This also holds before it has connected to the other host's monitor. Then a warning says so."""
+    """This holds even before it has connected to the other host's monitor. A warning reports its death."""
     path, script = tmp_path / "timeline.json", tmp_path / "kill.py"
     script.write_text(KILL.replace("STEPS", str(steps)))
     line = [sys.executable, "-m", "ringdance", "run", "-H", "h1:1,h2:1", "--timeline", str(path)]

@@ -195,7 +195,7 @@ def test_integers_wrap_as_in_numpy(way: str) -> None:
 
 
 def test_halves_are_rounded_once(way: str) -> None:
-    """Adding two tiny parts to 1 loses neither of them, as a sum in 16 bits would."""
+    """Adding two tiny parts to 1 loses neither of them, unlike a sum in 16 bits."""
     for dtype, tiny in (("float16", 2.0**-11), ("bfloat16", 2.0**-8)):
         tensor = np.full(3, 1.0 if RANK == 0 else tiny, dtype_of(dtype))
         got = hvd.allreduce(tensor, op=hvd.Sum)

@@ -282,7 +282,7 @@ def test_after_shutdown(way: str) -> None:
 
 @several
 def test_shutdown_ends_what_others_wait_for(way: str) -> None:
-    """When the last rank leaves, the others' pending work names it, and the next job works."""
+    """When the last rank leaves, the error of the others' pending work names it, and the next job works."""
     engine = session.engine()
     if ODD:
         time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""Starting, stopping, and process sets, used as scripts for Horovod do."""
+"""Starting, stopping, and process sets, used the way scripts for Horovod use them."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_static_sets_and_better_ones_after_a_refusal() -> None:
         other.rank()
     with pytest.raises(ValueError, match="not a member"):
         hvd.allreduce_async(torch.ones(1), process_set=other)
-    # Already running, so objects are bound by their ranks.
+    # The job is already running, so init() matches process sets to existing ones by their ranks.
     again = hvd.ProcessSet([0])
     hvd.init(process_sets=[again])
     assert again.process_set_id == 1

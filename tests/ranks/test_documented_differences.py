@@ -1,4 +1,4 @@
-"""The differences from Horovod in docs/coming-from-horovod.md, row by row, if ranks can show them."""
+"""The differences from Horovod in docs/coming-from-horovod.md, row by row, as far as ranks can show them."""
 
 from __future__ import annotations
 

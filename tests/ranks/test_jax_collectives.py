@@ -77,7 +77,7 @@ def test_all_types_in_one_group(wrap: Wrap) -> None:
 
 
 def test_gradients(wrap: Wrap) -> None:
-    """Gradients match the torch and TensorFlow bindings: averaged, or reduced by the call's own operation."""
+    """Gradients are as in the torch and TensorFlow bindings: averaged, or reduced by the call's operation."""
     weight = jnp.float32(RANK + 1)
     mean = (SIZE + 1) / 2
     like = np.ones((2 * SIZE, 3))
@@ -209,7 +209,7 @@ def test_memory_is_shared_where_it_can_be() -> None:
 
 
 def test_64_bits_of_numpy_stay_whole() -> None:
-    """64-bit counters, seeds and sums of losses are not truncated to 32 bits, as JAX would do."""
+    """64-bit counters, seeds and sums of losses are not truncated to 32 bits, although JAX would do so."""
     large, third = np.array([2**40 + RANK]), np.float64(RANK + 1 / 3)
     tree = {"step": large, "seed": np.array(2**63 + RANK, np.uint64), "loss": np.full((2, 2), third).T}
     result = hvd.broadcast_parameters(tree, root_rank=SIZE - 1)

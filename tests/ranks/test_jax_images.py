@@ -1,4 +1,4 @@
-"""image_loader for JAX: the batches of NumPy's loader as arrays on the device."""
+"""image_loader for JAX: the NumPy loader's batches, as arrays on the device."""
 
 from __future__ import annotations
 

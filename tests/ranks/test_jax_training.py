@@ -75,7 +75,7 @@ def test_weights_that_differ_are_noticed(jit: bool, differ: bool) -> None:
     for case in ((1, ""), (np.nan, "nan on rank 1"), (-np.inf, "-inf on rank 1"))
 ], 2))
 def test_leaves_without_gradient_may_differ(jit: bool, value: float, says: str) -> None:
-    """They may differ in value and shape, as after ``equinox.partition``. Few steps before a join suffice."""
+    """They may differ in value and shape, as after ``equinox.partition``. Two steps before a join suffice."""
     params = {"w": jnp.full(4, value if RANK == 1 else 1.0), "own": jnp.full(3 + RANK, float(RANK))}
     gradients = {"w": jnp.zeros(4), "own": None}
     tx = hvd.distributed(optax.sgd(0.1))
@@ -146,7 +146,7 @@ def search(tx: Any, ranks: list[int], extra: tuple[str, ...]) -> Any:
 
 
 def alone(work: Callable[[], Any]) -> Any:
-    """Run ``work`` on rank 0 and return its result on all ranks, which wait, as for one process's work."""
+    """Run ``work`` as one process would: on rank 0, while others wait. Return its result on all ranks."""
     return hvd.broadcast_object(jax.device_get(work()) if RANK == 0 else None)
 
 

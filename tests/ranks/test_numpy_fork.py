@@ -56,7 +56,7 @@ def test_a_child_takes_no_part() -> None:
         assert text.startswith("NotInitializedError"), text
         assert f"was forked from rank {RANK}" in text
     assert in_child(hvd.shutdown) == "None"
-    hvd.barrier()  # a child may have completed results, so rank 0 exchanges only after its children asked
+    hvd.barrier()  # no exchange before all children have asked: a child may fetch completed results
     if handle is None:
         handle = hvd.allreduce(ones, op=hvd.Sum, name="from before", wait=False)
     assert (hvd.synchronize(handle) == SIZE).all()

@@ -60,7 +60,7 @@ def test_scores_that_are_no_probabilities_are_an_error_on_all_ranks() -> None:
 
 def test_rank_zero_writes_and_all_read(tmp_path: Path) -> None:
     directory = hvd.broadcast_object(str(tmp_path)) if RANK == 0 else hvd.broadcast_object(None)
-    own = directory if RANK == 0 else f"/nowhere/{RANK}"  # other hosts may not have it
+    own = directory if RANK == 0 else f"/nowhere/{RANK}"  # other hosts might not have it
     saved = hvd.Checkpoints(own)
     saved.save(3, lambda path: path.write_text(f"by {RANK}"))
     assert saved.read() == (3, b"by 0")

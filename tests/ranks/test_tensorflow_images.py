@@ -22,7 +22,7 @@ LENGTH = 6 * SIZE + 1
 
 @pytest.fixture(scope="module")
 def directory() -> Path:
-    """Return TFRecords in 3 files with single-color JPEGs: red is ten times the number."""
+    """Return TFRecords in 3 files with single-color JPEGs, whose red value is ten times their number."""
     path = hvd.broadcast_object(tempfile.mkdtemp() if RANK == 0 else None, 0)
     if RANK == 0:
         samples = []

@@ -24,7 +24,7 @@ THREADS = tf.compat.v1.ConfigProto(inter_op_parallelism_threads=3, use_per_sessi
 @pytest.mark.parametrize("overlap", ["on", "auto"])
 def test_backward_can_wait_for_the_first_exchange(overlap: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first layer's gradient, computed last, waits until the last layer's has been exchanged."""
-    exchanged: list[list[bool]] = []  # whether each exchange started by then was done
+    exchanged: list[list[bool]] = []  # for each exchange that had started: was it complete?
 
     def until_exchanged(dy: Any) -> Any:
         end = time.monotonic() + PATIENCE
@@ -87,7 +87,7 @@ def test_what_uses_gradients_waits_for_a_late_rank(overlap: str) -> None:
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("overlap", ["on", "off"])
 def test_a_run_that_fails_between_start_and_wait(overlap: str) -> None:
-    """After it fails on one rank or all ranks with one exchange started, that exchange is not lost."""
+    """If a run fails on one rank or on all after an exchange has started, that exchange is not lost."""
 
     def until_started(dy: Any) -> Any:
         end = time.monotonic() + PATIENCE

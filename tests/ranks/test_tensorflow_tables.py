@@ -1,4 +1,4 @@
-"""Tables for TensorFlow: TFRecords as its own reader sees them, and the loader."""
+"""Tables for TensorFlow: TFRecords as TensorFlow's own reader sees them, and the loader."""
 
 from __future__ import annotations
 

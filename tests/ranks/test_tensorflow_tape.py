@@ -26,7 +26,7 @@ MEAN = (SIZE + 1) / 2
 
 
 def model() -> tuple[list[Any], Any]:
-    """Return variables, and a function from a tape's maker to their gradients. Loss has a factor rank + 1."""
+    """Return variables and a function of a tape's options that returns their gradients, times rank + 1."""
     table = tf.Variable(values(0, "float64", (6, 3), 1))
     weight = tf.Variable(values(0, "float64", (3, 2), 2))
     unused = tf.Variable(1.0)
@@ -469,7 +469,7 @@ def test_a_wrong_static_shape() -> None:
 
 @pytest.mark.ranks(2, 3)
 def test_later_calls_come_after_those_within_a_condition() -> None:
-    """This includes the comparison of weights. With one thread, ranks would wait for different calls."""
+    """Weights are compared in this order too. Otherwise, with one thread, ranks wait for different calls."""
     weight = tf.Variable([1.0])
 
     @tf.function

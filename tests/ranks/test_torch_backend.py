@@ -248,7 +248,7 @@ def test_two_ranks() -> None:
 
 
 def test_groups() -> None:
-    """Groups may be created by all ranks or only by members. Two threads use two in different orders."""
+    """All ranks or only members may create a group. Two threads use two groups in different orders."""
     # torch names groups created only by members after the number of groups that a rank is in.
     whole = [dist.new_group(use_local_synchronization=local) for local in (True, False)]
     pair = dist.new_group([0, SIZE - 1])
@@ -297,7 +297,7 @@ def test_groups_that_are_destroyed() -> None:
 
 
 def test_groups_that_one_rank_destroys() -> None:
-    """On other ranks, calls that it never makes fail at once, and calls that all have made complete."""
+    """Other ranks' calls that rank 0 never makes fail immediately, and calls that all have made complete."""
     group, first = dist.new_group(timeout=timedelta(seconds=20)), torch.ones(3)
     dist.all_reduce(first, group=group)
     last = dist.all_reduce(both := torch.ones(3), group=group, async_op=True)
@@ -325,7 +325,7 @@ def test_numbers_of_groups() -> None:
     """Numbers are freed with their groups and equal on all members, even if torch reuses a name."""
     engine, numbers = session.engine(), []
     first = set(engine.process_sets())
-    local = SIZE == 2  # more ranks are in different numbers of groups, and torch derives names from those
+    local = SIZE == 2  # on more, ranks differ in their number of groups, which is part of torch's names
     for _ in range(3):
         for rank in range(SIZE):
             alone = dist.new_group([rank])

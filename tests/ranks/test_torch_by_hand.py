@@ -45,7 +45,7 @@ def master_weights(net: nn.Linear, optimizer: Any) -> None:
 
 
 def data_of_master_weights(net: nn.Linear, optimizer: Any) -> None:
-    """Do the same without clearing gradients, in scripts that overwrite them anyway."""
+    """Do the same without clearing gradients, like scripts that overwrite them anyway."""
     optimizer.zero_grad = lambda: None
     master_weights(net, optimizer)
 

@@ -31,7 +31,7 @@ slow = pytest.mark.slow
 
 @pytest.fixture(params=["marked code", pytest.param("wrappers", marks=slow)])
 def hvd(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Return the binding, also as it is if torch lacks the private names that mark the binding's code."""
+    """Yield the binding, either as it is or as it works if torch lacks the private names for marking code."""
     if request.param == "marked code":
         yield ringdance.torch
         return
@@ -139,7 +139,7 @@ def test_training(hvd: Any, what: str) -> None:
 @several
 @pytest.mark.slow
 def test_compiled_autograd() -> None:
-    """It does not report the end of a pass. The error says what to do, and doing that works."""
+    """Compiled autograd does not report the end of a pass. Following the error's advice works."""
     hvd = ringdance.torch
     with torch._dynamo.config.patch(compiled_autograd=True):
         with pytest.raises(ValueError, match=r"compiled_autograd = False.*reduce_in_backward=False"):

@@ -85,7 +85,7 @@ def test_the_default_trains_the_table(recipe: Any, data: Path, monkeypatch: pyte
 @pytest.mark.slow
 @pytest.mark.limit(400)
 def test_the_default_is_stable_for_epochs(recipe: Any, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No evaluation is far below the best so far, neither at the end of the warm-up nor later."""
+    """No evaluation is far below the best so far, either at the end of the warm-up or later."""
     words = f"--batch-size {2048 // SIZE} --hidden 400,400,400 --epochs 6 --evaluate-every 4"
     aucs = np.array(evaluations(recipe, data, monkeypatch, words))
     assert (np.maximum.accumulate(aucs) - aucs).max() < 0.02, aucs

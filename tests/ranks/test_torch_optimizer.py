@@ -140,7 +140,7 @@ def test_weights_are_compared_once_where_ranks_join_after_each_step(differ: bool
     [("none", ""), ("reload", "0.weight"), ("add", "parameter 4, of shape (1, 2)"), ("unfreeze", "2.bias")],
 )
 def test_weights_that_differ_later_are_noticed(change: str, says: str) -> None:
-    """They are reported once: in exchange 10, and soon after new parameters appear. Frozen may differ."""
+    """Reported once: in exchange 10, and soon after new parameters appear. Frozen parameters may differ."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 2))
     net[2].bias.requires_grad_(False).fill_(RANK)

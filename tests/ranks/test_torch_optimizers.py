@@ -114,7 +114,7 @@ class Program:
             pick.optimizers = [hvd.DistributedOptimizer(pick.base, pick.net.named_parameters(), op=pick.op)]
 
     def halves(self) -> None:
-        """Create an optimizer for each of two layers. The pick of them replaces the old optimizer."""
+        """Create an optimizer for each of two layers. Together they replace the old optimizer."""
         pick = self.one()
         pick.base, parts = None, (slice(0, 1), slice(1, 2))
         pick.optimizers = [self.optimizer_of(pick.net, pick.op, part)[0] for part in parts]

@@ -134,7 +134,7 @@ def test_groups_and_predivide(groups: Any, predivide: float) -> None:
 
 @several
 def test_overlap_gives_the_same() -> None:
-    """Sending gradients in several buckets during backward gives the same, with a branch that some use."""
+    """Sending several buckets during backward gives the same result, also if only some ranks use a branch."""
     results = []
     for overlap in (False, True):
         net = Net()

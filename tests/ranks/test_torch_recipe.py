@@ -43,7 +43,7 @@ RATE = 0.1
 
 @pytest.mark.parametrize(("passes", "count"), [(3, 7), (2, 1)])
 def test_short_batches_and_passes_are_weighted(passes: int, count: int) -> None:
-    """With 7 images, ranks have unequal numbers, some below passes. With 1, other ranks have padding."""
+    """With 7 images, ranks have unequal shares, some below passes. With 1, other ranks only have padding."""
     torch.manual_seed(RANK)
     preset = replace(PRESETS["laptop"], momentum=0.0, weight_decay=0.0, label_smoothing=0.1)
     options = Namespace(accumulate=passes, width=4, model=None, seed=0)

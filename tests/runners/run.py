@@ -33,7 +33,7 @@ from jobs import PARTS, Job, all_jobs
 from passed import Passed
 
 TESTS = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(TESTS / "helpers"))  # pytest adds it by itself
+sys.path.insert(0, str(TESTS / "helpers"))  # pytest adds this directory itself
 
 from sampled import seed_of_the_day  # noqa: E402
 
@@ -362,7 +362,7 @@ def chosen(words: list[str], sizes: list[int], which: str) -> list[Job]:
 def main() -> int:
     if sys.argv[1:2] == ["--as-rank"]:
         return as_rank(sys.argv[2], sys.argv[3:])
-    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # importing TensorFlow takes 3 times as long with it
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # makes importing TensorFlow take 3 times as long
     os.environ["TEST_SEED"] = str(seed_of_the_day())  # all ranks and jobs use the same day
     style = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
@@ -380,7 +380,7 @@ def main() -> int:
     which = "" if arguments.all or resume else "slow" if arguments.slow else "not slow"
     os.environ |= {"TEST_WHOLE": ""} if which == "not slow" else {"TEST_WHOLE": "1"}
     options = (["-k", arguments.k] if arguments.k else []) + ["-x"] * arguments.x
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs start with it ignored
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs start with SIGINT ignored
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     start = time.monotonic()
     jobs = chosen(arguments.parts, arguments.np, which)

@@ -27,7 +27,7 @@ LOCAL_MODULES = ("common", "peers", "shapes", "steps", *SCRIPTS)
 
 @pytest.fixture
 def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
-    """Import a file from benchmarks/ as a script there does, and forget it afterwards."""
+    """Import a file from benchmarks/ as a script there would, and forget it afterwards."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     hidden = {name: sys.modules.pop(name) for name in LOCAL_MODULES if name in sys.modules}
     yield __import__

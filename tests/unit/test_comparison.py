@@ -66,7 +66,7 @@ def test_reasons_follow_from_cores_and_work():
 
 
 def test_auc_is_compared_where_all_were_evaluated():
-    """A run that its time limit stopped is also evaluated there, at a point where the others were not."""
+    """A run stopped by its time limit is evaluated at that point too, where the others were not evaluated."""
     short, long = result("single", 500), result("ringdance", 1000)
     short.curve[1] = [1500, 3.0, 0.7, 0.4]
     long.curve = [[1000, 1.0, 0.65, 0.4], [2000, 2.0, 0.8, 0.4], [3000, 3.0, 0.81, 0.4]]

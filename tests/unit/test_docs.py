@@ -42,7 +42,7 @@ def test_every_block_is_run_or_parsed_or_says_why_not(record_property) -> None:
 
 
 def test_pages_say_one_thing_about_gpus() -> None:
-    """Only one page, gpus.md, says how gradients travel between GPUs and on which machines that was run."""
+    """Only one page, gpus.md, says how gradients travel between GPUs and which machines were used."""
     old = re.compile(
         r"not been run on a GPU yet|NCCL is not used|NCCL's path not yet|from GPU to GPU too"
         r"|NCCL have no effect|not\s+been\s+tried\s+on\s+GPUs|(?:TensorFlow|JAX)[^.|]*are copied to the host"
@@ -166,7 +166,7 @@ def test_every_page_is_reached_and_builds_without_warnings(tmp_path: Path) -> No
     # sphinx imports these to read all docstrings
     for name in ("sphinx", "torch", "tensorflow", "keras", "jax", "optax"):
         pytest.importorskip(name)
-    # Everything is read and resolved but nothing is written, which takes a third of the time.
+    # Everything is read and resolved but nothing is written, so it takes a third of the time.
     words = ["-W", "--keep-going", "-q", "-b", "dummy", "-d", str(tmp_path / "doctrees")]
     done = subprocess.run(
         [sys.executable, "-m", "sphinx", *words, str(ROOT / "docs"), str(tmp_path / "nothing")],

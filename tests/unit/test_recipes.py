@@ -1,4 +1,4 @@
-"""`ringdance recipes`, and the presets that a recipe brings."""
+"""`ringdance recipes`, and the presets that come with a recipe."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_deepfm_has_one_set_of_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     for number, name in enumerate(names):
         monkeypatch.setattr(rates, name, number + 7)
     defaults = vars(importlib.import_module("loop").options("")).items()
-    names.remove("BATCH")  # not an option, because rates are relative to it
+    names.remove("BATCH")  # BATCH is not an option, because rates are relative to it
     assert {name.upper(): value for name, value in defaults if name.upper() in names} == {
         name: getattr(rates, name) for name in names
     }

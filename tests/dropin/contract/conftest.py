@@ -1,4 +1,4 @@
-"""Run tests as Horovod's users do: on real ranks, with the environment set completely before init().
+"""Run tests as Horovod's users run scripts: on real ranks, with the environment set completely before init().
 
 A test that needs a GPU is skipped if there is none. With RINGDANCE_TEST_GPU=1 it fails instead.
 """

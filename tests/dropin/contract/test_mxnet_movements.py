@@ -250,7 +250,7 @@ def test_rows_that_do_not_divide() -> None:
 
 
 def test_splits_that_cannot_be() -> None:
-    """Splits are refused for more rows than there are, for too few ranks, and if they are not integers."""
+    """Splits are refused if they are for too many rows or too many ranks, or are not integers."""
     for splits, dtype in (([2] * SIZE, "int32"), ([1] * (SIZE + 1), "int32"), ([1] * SIZE, "float32")):
         wrong = mx.nd.array(splits, dtype=dtype)
         call = functools.partial(hvd.alltoall, mx.nd.ones(SIZE), wrong, name="sent")

@@ -74,7 +74,7 @@ def test_no_dimension(way: Any) -> None:
 
 @numbers
 def test_gradient(way: Any, rows: str) -> None:
-    """It has this rank's rows of the averaged gradient. All rows are equal here: the mean of rank + 1."""
+    """The result is this rank's rows of the averaged gradient. Here all rows equal the mean of rank + 1."""
     for dtype in WITH_GRADIENT:
         inputs = [parts(dtype, dims, NUMBERS[rows])[RANK] for dims in DIMS]
         check_gradients(way, lambda x: [hvd.allgather(tensor) for tensor in x], inputs, [(SIZE + 1) / 2] * 3)

@@ -76,7 +76,7 @@ def test_one_rank_receives_nothing(way: Any) -> None:
 
 
 def test_splits_of_nothing_but_zeros(way: Any) -> None:
-    """No rank sends a row, although there are rows."""
+    """All ranks have rows, but none sends any."""
     result, received = way(lambda x: hvd.alltoall(x, tf.zeros(SIZE, tf.int32)), tf.ones((3, 4)))
     assert tuple(result.shape) == (0, 4)
     assert value(received).tolist() == [0] * SIZE
@@ -104,7 +104,7 @@ def test_rows_that_do_not_divide(way: Any) -> None:
 
 
 def test_splits_that_cannot_be(way: Any) -> None:
-    """Splits are refused for more rows than there are, for too few ranks, and if they are not a list."""
+    """Splits are refused if they are for too many rows or too many ranks, or are not a flat list."""
     for splits in ([2] * SIZE, [1] * (SIZE + 1), [[1] * SIZE]):
         wrong = tf.constant(splits, tf.int32)
         refused(
@@ -114,7 +114,7 @@ def test_splits_that_cannot_be(way: Any) -> None:
 
 
 def test_gradient(way: Any) -> None:
-    """Gradients return the way the rows came: rank r's gradient for what it received, r + 1."""
+    """Gradients go back the way the rows came. Rank r's gradient for the rows it received is r + 1."""
     for dtype in WITH_GRADIENT:
         inputs = [rows([1] * (SIZE * (RANK + 1)), dims, dtype) for dims in DIMS]
         want = [rows(np.repeat(np.arange(1, SIZE + 1), RANK + 1).tolist(), dims, dtype) for dims in DIMS]

@@ -86,7 +86,7 @@ def test_root_mismatch(way: Any) -> None:
 
 
 def test_gradient(way: Any) -> None:
-    """It is the mean of the incoming gradients on the root, and nothing on other ranks."""
+    """The root gets the mean of all ranks' incoming gradients, and the other ranks get zeros."""
     for root in range(SIZE):
         inputs = [draw(dtype, dims) for dtype in WITH_GRADIENT for dims in dims_of(dtype)]
         want = (SIZE + 1) / 2 if root == RANK else 0.0

@@ -64,7 +64,7 @@ def test_a_gpu_is_there_if_required() -> None:
     assert gpu().type == "cuda"
 
 
-# Barriers. Files that all ranks see record who arrived first.
+# Barriers. Files visible to all ranks record which rank arrived first.
 
 
 @pytest.fixture
@@ -122,7 +122,7 @@ def test_barrier_amid_collectives() -> None:
 
 
 def place_after(first: int) -> int:
-    """Return this rank's position in the join order if `first` joins at once."""
+    """Return this rank's position in the join order if `first` joins right away."""
     return (RANK - first) % SIZE
 
 

@@ -1,4 +1,4 @@
-"""Ranks that call differently all learn who, where, both values, the tensor and what to do."""
+"""If ranks call differently, all learn which ranks, where, both values, the tensor and what to do."""
 
 from __future__ import annotations
 

@@ -235,7 +235,7 @@ def trained_alone(ranks: Any = None) -> nn.Module:
 
 
 def test_default_names() -> None:
-    """Names are allreduce.noname.<group>.<place>: rank 0 passes no names, the others pass these."""
+    """Names are allreduce.noname.<group>.<place>: rank 0 passes no names, and the others pass these."""
     net = Net()
     said = [(f"allreduce.noname.0.{place}", value) for place, value in enumerate(net.parameters())]
     train(hvd.DistributedOptimizer(sgd(net), named_parameters=None if RANK == 0 else said), net)

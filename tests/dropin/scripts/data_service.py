@@ -1,4 +1,4 @@
-"""Training on a tf.data service, as users write it: the compute job's file, then what to share."""
+"""Training on a tf.data service, as users write it. Arguments: the compute job's file and what to share."""
 
 import argparse
 

@@ -117,7 +117,7 @@ def _hung(why: str, engines: dict[int, Engine], before: set[int | None]) -> str:
 
 
 def try_seed(seed: int, mismatch: bool) -> str:
-    """Return the problems of one seed, or ""."""
+    """Return the problems of one seed ("" if there are none)."""
     program = make(seed, size_of(seed), mismatch=mismatch)
     issues = on_loopback(program)
     return (

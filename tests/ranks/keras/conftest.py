@@ -18,7 +18,7 @@ OTHERS = ("tensorflow", "jax")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Add a time limit in minutes, and leave to make test-all what one backend covers as well as three.
+    """Add a time limit in minutes, and leave to make test-all repeats of what one backend covers.
 
     TensorFlow and JAX compile a program in most tests. On PyTorch, make test runs all tests, but each day
     only half of the cases of tests with parameters. Tests marked ``every_backend`` run daily on PyTorch, and

@@ -50,7 +50,7 @@ def fit(optimizer: Any, ranks: list[int], seed: int = 0, **options: Any) -> Any:
 
 
 def by_rank_zero(work: Callable[[], Any]) -> Any:
-    """Run `work` on rank 0 and return its result on all ranks, which wait. For what one process would do."""
+    """Run `work` as one process would: on rank 0, while the others wait. Return its result on all ranks."""
     return hvd.broadcast_object(work() if hvd.rank() == 0 else None)
 
 

@@ -268,7 +268,7 @@ class Custom(keras.optimizers.SGD):
 
 
 def test_save_and_load(shared: Path) -> None:
-    """The saved file holds a plain model. Loaded again, training continues as if it had not been saved."""
+    """The saved file holds a plain model. Once loaded, training continues as if it had never been saved."""
     path = shared / "model.keras"
     net = fit(hvd.DistributedOptimizer(keras.optimizers.Adam(0.01)), [RANK])
     if RANK == 0:

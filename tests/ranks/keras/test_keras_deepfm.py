@@ -47,7 +47,7 @@ def data(tmp_path: Path) -> Path:
 @pytest.fixture
 def recipe(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.syspath_prepend(str(Path(recipes.__file__).parent / "deepfm"))
-    others = {name: sys.modules.pop(name, None) for name in ("train_keras", "loop")}  # ResNet-50 has one too
+    others = {name: sys.modules.pop(name, None) for name in ("train_keras", "loop")}  # may be ResNet-50's
     module = importlib.import_module("train_keras")
     monkeypatch.setattr(module.loop.hvd, "shutdown", lambda: None)
     yield module
@@ -106,6 +106,6 @@ def scored(data: Path) -> tuple[Any, Any]:
     rows = Table.open(data, "validation").read(np.arange(CHECKED))
     keys, places = np.unique(rows.ids, return_inverse=True)
     table = np.load(data / "model" / "table.npy")[0][keys]
-    layers = tf.saved_model.load(str(data / "model" / "layers"))  # named: it owns the variables
+    layers = tf.saved_model.load(str(data / "model" / "layers"))  # keep it: it owns the variables
     logits = layers.serve(table, places.reshape(rows.ids.shape), rows.values).numpy()
     return 1 / (1 + np.exp(-logits.astype(np.float64))), rows.labels

@@ -121,7 +121,7 @@ def test_an_overflow_on_one_rank_is_skipped_by_all(
         optimizer = scaling(optimizer) if wrapped == "after" else optimizer
         net = fit(optimizer, [RANK] if distributed else ALL, **setting)
         assert isinstance(net.optimizer, scaling)
-        updates = net.optimizer.inner_optimizer.iterations  # older versions hide it outside
+        updates = net.optimizer.inner_optimizer.iterations  # older versions hide it on the wrapper
         return net.get_weights(), number(net.optimizer.dynamic_scale), number(updates)
 
     before = keras.config.dtype_policy()
@@ -178,7 +178,7 @@ def test_options() -> None:
 @every_day
 @pytest.mark.skipif(BACKEND == "torch", reason="torch.compile needs a C++ compiler and minutes")
 def test_jit_compile_true() -> None:
-    """XLA compiles a JAX step. For TensorFlow it cannot, and the error on all ranks says what to use."""
+    """XLA compiles JAX's step. It cannot compile TensorFlow's: the error on all ranks says what to use."""
 
     def train() -> Any:
         return fit(hvd.DistributedOptimizer(sgd()), [RANK], compiled={"jit_compile": True}).get_weights()

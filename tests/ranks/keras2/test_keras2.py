@@ -31,7 +31,7 @@ pytestmark = pytest.mark.limit(300)
 
 
 def kinds(test: Any) -> Any:
-    """Try both kinds of optimizers. Each test runs one of them per day."""
+    """Try both kinds of optimizers. Each test runs with one of them per day."""
     cases = sampled(test.__name__, ["new", "legacy"], 1)
     return pytest.mark.parametrize("kind", cases)(test)
 

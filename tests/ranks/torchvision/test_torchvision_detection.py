@@ -182,9 +182,9 @@ def test_ranks_keep_the_same_weights_and_clip_the_same_norm(recipe: Any, photos:
 
 
 def changed(photos: Path, split: str, **parts: Any) -> None:
-    """Write a split's annotations: those for train2017 with other parts."""
+    """Write a split's annotations: train2017's, with ``parts`` replaced."""
     directory = photos / "annotations"
-    hvd.barrier()  # no rank still reads the old annotations
+    hvd.barrier()  # wait until no rank is reading the old annotations
     if hvd.rank() == 0:
         table = json.loads((directory / "instances_train2017.json").read_text()) | parts
         (directory / f"instances_{split}.json").write_text(json.dumps(table))

@@ -72,7 +72,7 @@ def test_ranks_that_wait_for_each_other_are_only_warned_of() -> None:
 
 
 def test_the_original_is_noticed(tmp_path: Path) -> None:
-    """An installed Horovod is noticed, because its files mix with these, no matter which came last."""
+    """An installed Horovod is noticed, because its files mix with these, whichever was installed last."""
     directory = tmp_path / "horovod-0.28.1.dist-info"
     directory.mkdir()
     (directory / "METADATA").write_text("Metadata-Version: 2.1\nName: horovod\nVersion: 0.28.1\n")

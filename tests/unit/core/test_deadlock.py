@@ -94,7 +94,7 @@ def test_who_computes_may_go_on() -> None:
 
 
 def test_others_go_on_in_a_set_of_their_own() -> None:
-    """Two ranks may wait long while the others exchange in their own set: each inquiry sees new progress."""
+    """Two ranks may wait long while the others exchange in another set: each inquiry sees new progress."""
 
     def program(engine: Engine) -> None:
         pair = hvd.add_process_set([2, 3])
@@ -113,7 +113,7 @@ def submit(engine: Engine, name: str) -> Work:
 
 
 def late_result(engine: Engine) -> None:
-    """On rank 0, a thread that has never called submits what rank 1 waits for, after long work."""
+    """After long work, a thread of rank 0 that has never made a call submits what rank 1 is waiting for."""
     if engine.rank == 1:
         hvd.allreduce(np.ones(3), name="result")
 
@@ -131,7 +131,7 @@ def late_result(engine: Engine) -> None:
 
 
 def limited_wait(engine: Engine) -> None:
-    """Rank 0 times out after a long wait, then submits what rank 1 waits for."""
+    """Rank 0 times out after a long wait, then submits what rank 1 is waiting for."""
     if engine.rank == 0:
         work = submit(engine, "late")
         with pytest.raises(TimeoutError):
@@ -162,7 +162,7 @@ def test_who_may_submit_later_is_waited_for(program: Callable[[Engine], None]) -
 
 
 def wait_in_c() -> None:
-    """Wait for a sleeping C thread, as a TensorFlow graph waits for its data."""
+    """Wait for a sleeping C thread, the way a TensorFlow graph waits for its data."""
     libc, thread = ctypes.CDLL(None), ctypes.c_ulong()
     libc.pthread_create(ctypes.byref(thread), None, libc.sleep, ctypes.c_void_p(1))
     libc.pthread_join(thread, None)

@@ -173,7 +173,7 @@ def test_an_exception_in_a_step_breaks_the_engine_everywhere(
 
 @pytest.mark.parametrize("waiting", [True, False])
 def test_an_error_while_looking_for_notes_breaks_the_engine(settings: Settings, waiting: bool) -> None:
-    """An error also breaks the engine on its own thread, where no caller would see it."""
+    """An error on the engine's own thread, where no caller would see it, also breaks the engine."""
 
     def program(engine: Engine) -> None:
         hvd.barrier()

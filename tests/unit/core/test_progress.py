@@ -1,4 +1,4 @@
-"""The progress engine: no wake-up is lost, no interrupt leaves a lock taken, no thread dies silently."""
+"""The progress engine: no wake-up is lost, no interrupt leaves a lock held, no thread dies silently."""
 
 from __future__ import annotations
 

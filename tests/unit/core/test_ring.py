@@ -97,7 +97,7 @@ def test_a_slow_reader_knows_how_much_it_has_lost() -> None:
     for number in range(CAPACITY + 10):
         ring.add(Kind.STEP, a=number)
     values = [record.values[0] for record in reader.read()]
-    lost = 10 + ring_module._WRITERS  # these slots might be overwritten while they are copied
+    lost = 10 + ring_module._WRITERS  # these slots might be overwritten while they are being copied
     assert values == list(range(lost, CAPACITY + 10))
     assert reader.lost == lost
     ring.add(Kind.STEP, a=77)

@@ -126,7 +126,7 @@ def test_what_a_rank_has_marked_is_named() -> None:
 
 
 def test_the_limit_follows_the_steps_unless_it_is_set() -> None:
-    """Nine steps of 8 s, of which this rank waits 6 s. A compilation of 60 s or ten minutes follows."""
+    """Nine steps of 8 s, in each of which this rank waits 6 s, then a compilation of 60 s or ten minutes."""
     explicit = Settings(origins={"stall_check_time": "environment variable X"})
     now = time.monotonic()
     for settings, limits in ((Settings(), (4.0, 8.0, 60.0, 120.0)), (explicit, (4.0,) * 4)):
@@ -337,8 +337,8 @@ def run_late(program: Callable[[Engine, list[str]], None], **settings: Any) -> l
 def test_time_counts_from_when_a_thread_waits_and_who_computes_on_is_late() -> None:
     """Waiting starts when a thread waits, not at submission.
 
-    Both ranks submit early without waking the engine, as if all cores computed. One of them waits 1 s
-    earlier.
+    Both ranks submit early without waking the engine, as if all cores were busy. One of them starts to wait
+    1 s earlier.
     """
 
     def program(engine: Engine, said: list[str]) -> None:
@@ -350,7 +350,7 @@ def test_time_counts_from_when_a_thread_waits_and_who_computes_on_is_late() -> N
         work.wait()
 
     text = run_late(program)[0]
-    # and not 2 s, counted from its submission
+    # not 2 s, which would count from the submission
     assert re.search("has waited [01] s for 'allreduce.gradient'", text)
     assert "Submitted but not yet waited for by rank 1" in text
 

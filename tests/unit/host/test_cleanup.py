@@ -66,7 +66,7 @@ def test_what_another_program_has_closed_and_not_unlinked_stays(others: list[Pat
 def test_what_a_killed_process_alone_had_mapped_is_removed(
     tmp_path: Path, others: list[Path], substitute: bool
 ) -> None:
-    """The cleanup saw the mapping while the job ran. A substitute process knows it from the notes."""
+    """The cleanup saw the mapping while the job was running. A substitute process knows it from the notes."""
     job, began = uuid.uuid4().hex, time.time()
     segment = SHARED / f"psm_{job[:8]}"
     cleanup = Cleanup(job, [str(tmp_path)], began)

@@ -1,4 +1,4 @@
-"""What a rank's wrapper does about signals, and learns about a signal that has ended the rank."""
+"""What a rank's wrapper does about signals, and what it learns about a signal that has ended the rank."""
 
 from __future__ import annotations
 

@@ -408,7 +408,7 @@ def test_advice_far_beyond_the_measurement_says_so(bench: Path, capsys: pytest.C
 def test_what_was_measured_beside_other_programs_is_no_advice(
     bench: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    used = MEASURED["sizes"][0]  # the other programs were only seen next to a single rank
+    used = MEASURED["sizes"][0]  # other programs were seen only in the run with a single rank
     sizes = [{**used, "ranks": 1, "ranks_per_host": 1, "others": 0.4}, {**used, "others": 0.1}]
     bench.write_text(json.dumps({**MEASURED, "sizes": sizes}))
     words = ["--from", str(bench), "--instance", str(bench.parent / "two.toml"), "--samples", "1000000"]

@@ -1,4 +1,4 @@
-"""Plots in files are valid SVG, identical for the same input, and have all names."""
+"""Plots in files are valid SVG, identical for the same input, and contain all names."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ while True:
 
 
 def speed(one: Setting) -> Result:
-    """Be fastest with two ranks of one thread on four cores, and fail if bound."""
+    """Stand in for a command that is fastest with two ranks of one thread each, and fails if bound."""
     if one.bind:
         return 0.0, "exit code 1"
     return 10.0 - abs(one.ranks - 2) - abs(one.intra - 1), ""

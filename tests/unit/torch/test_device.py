@@ -160,7 +160,7 @@ def test_who_uses_results_lets_its_own_stream_wait(exchange: device.TorchExchang
 def test_what_nccl_reports_is_told_with_the_tensor(exchange: device.TorchExchange) -> None:
     """A communicator's error is raised even if the abort has completed its events."""
     reduced(exchange, on_device(2.0))
-    exchange.check()  # under way: nothing has happened yet
+    exchange.check()  # still under way, so there is nothing to report
     assert len(exchange._under_way) == 1
     exchange._under_way[0][0].done = True
     exchange.group.error = "COMM_ERROR"

@@ -175,7 +175,7 @@ def test_a_scheduler_stays_tied_to_its_optimizer() -> None:
 
 
 def test_skip_sync_deals_samples_out_anew() -> None:
-    """If hosts only left, there is no sync, but the sampler must serve the remaining ranks."""
+    """If hosts have only left, there is no sync, but the sampler must serve the remaining ranks."""
     sampler = ElasticSampler(range(8), shuffle=False)
     sampler.record_batch(0, 2)
     sampler.num_replicas, sampler.rank = 2, 1  # as for a job of two ranks

@@ -165,7 +165,7 @@ def nested(x: Tensor, body: nn.Module, head: nn.Module) -> Tensor:
 
 
 class Recompute(torch.autograd.Function):
-    """Checkpointing as libraries write it themselves."""
+    """Checkpointing as libraries implement it themselves."""
 
     @staticmethod
     def forward(ctx: Any, run: Any, x: Tensor) -> Tensor:

@@ -29,11 +29,11 @@ def search(
     start: Point, noise: float, seed: int, cost: Callable[[Point], float] = cost, exposed: float = 0.5,
     drift: float = 0.0, slow: int = 0, other: float = 0.0,
 ) -> tuple[Search, Outcome, float]:
-    """Run a search. Also returns what it cost more than the start, in steps of the start.
+    """Run a search. Also returns its extra cost compared with the start, in steps with the start's values.
 
-    Step times vary by ``noise``, and their level drifts by ``drift`` from step to step, of which a tenth
-    wears off. The first ``slow`` steps take three times as long. If ``other`` (seconds per step) is set,
-    another program uses a core every other second, and steps then take twice as long.
+    Step times vary by ``noise``, and their level drifts by ``drift`` from step to step. In each step, a tenth
+    of the drift wears off. The first ``slow`` steps take three times as long. If ``other`` (seconds per step)
+    is set, another program uses a core every other second, and steps then take twice as long.
     """
     luck, extra, level, made = random.Random(seed), 0.0, 0.0, 0
     now = 2 * luck.random()

@@ -151,7 +151,7 @@ def limit_calls(monkeypatch: pytest.MonkeyPatch, last: int) -> list[bool]:
     def limited(real: Callable[..., object]) -> Callable[..., object]:
         def call(*arguments: object) -> object:
             if ended[0] or next(calls) == last:
-                ended[0] = True  # what follows, such as the removal after an error, does nothing either
+                ended[0] = True  # later calls, such as the removal after an error, do nothing either
                 raise SystemExit
             return real(*arguments)
 
@@ -177,7 +177,7 @@ def test_a_save_that_ends_anywhere_leaves_whole_checkpoints(
                 saved.save(number, text(content), None if table is None else table_of(table))
                 saved.wait()
         monkeypatch.undo()
-        monkeypatch.setattr(checkpoint_files, "tokens", set())  # from here on, this is another process
+        monkeypatch.setattr(checkpoint_files, "tokens", set())  # from here on, as in another process
         again = hvd.Checkpoints(tmp_path / str(last), keep=2)
         state = tuple(triple(again, number) for number in again.numbers())
         if state not in seen:

@@ -147,7 +147,7 @@ class Diary(State):
 
 
 def play(state: Diary, *acts: BaseException | Callable[[], object]) -> Any:
-    """Run a function that does the next act each time it is called."""
+    """Run a function that performs the next action each time it is called."""
     remaining = list(acts)
 
     def func(state: Diary, word: str, *, number: int) -> str:

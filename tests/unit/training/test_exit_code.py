@@ -1,4 +1,4 @@
-"""The exit code with which a program is about to end, as atexit functions can ask for it."""
+"""The exit code with which a program is about to end, which atexit functions can query."""
 
 from __future__ import annotations
 

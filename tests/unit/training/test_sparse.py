@@ -1,4 +1,4 @@
-"""Rows of tables over all ranks: merged, and sent in either way, always with the same result."""
+"""Rows of tables over all ranks: merged, and sent either way, always with the same result."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def test_a_job_of_one_process_leaves_its_children_alone(environ: pytest.MonkeyPa
 def test_a_child_of_a_rank_in_a_job_of_its_own_does_not_join_the_launched_one(
     environ: pytest.MonkeyPatch,
 ) -> None:
-    """After ``init(comm=[rank])``, a child inherits that it is rank 2 of 4, but joins no other rank."""
+    """After ``init(comm=[rank])``, a child inherits the settings of rank 2 of 4, but joins no other rank."""
     mark(size=4)
     mark(size=1)
     rank = os.getpid()

@@ -37,7 +37,7 @@ def test_records_and_labels_come_over() -> None:
         sender.send(reader)
     ring.add(Kind.BATCH, ring.label(("a", "b")))
     sender.send(reader)
-    # The host's clock is not known yet. The sender answers for it before it ends.
+    # The host's clock is not known yet, so the sender answers clock requests before it ends.
     ending = threading.Thread(target=sender.finish, args=[10.0])
     began = time.monotonic()
     ending.start()
@@ -60,7 +60,7 @@ def test_the_distance_of_two_clocks_is_found_through_slow_round_trips() -> None:
     for number in range(12):
         question = clock.ask()
         if number != 4:
-            time.sleep(0.02)  # a late answer: this round trip says little about the offset
+            time.sleep(0.02)  # a late answer, so this round trip says little about the offset
         clock.answer(question["sent"], time.monotonic_ns() + ahead)
     assert clock.known
     assert abs(clock.ahead(time.monotonic_ns() + ahead) - ahead) < 2_000_000

@@ -166,7 +166,7 @@ def test_records_that_are_lost_are_said_and_nothing_is_paired_over_the_gap(tmp_p
 def test_no_lateness_below_the_uncertainty_of_clocks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Ranks on two hosts submit 0.9 ms apart. Their clocks are known to 1.1 ms or 0.2 ms."""
+    """Ranks on two hosts submit 0.9 ms apart. Their clocks are known to within 1.1 ms or 0.2 ms."""
     for trip_ms, late in ((2.0, None), (0.2, 1)):
         path, clock = tmp_path / "trace.json", Clock()
         trace = tracefile.TraceFile(str(path))

@@ -88,7 +88,7 @@ def test_a_sleeper_is_woken_by_a_signal() -> None:
 
 
 def test_a_notification_before_the_wait_is_not_lost() -> None:
-    """A wait ends at once if notified after ``prepare_wait()``, or the test exceeds its time limit."""
+    """A wait ends at once if notified after ``prepare_wait()``. Otherwise the test exceeds its time limit."""
     waiting, notifying = windows(2)
     for _ in range(5000):
         seen = waiting.event_count.prepare_wait()

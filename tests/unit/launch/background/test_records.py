@@ -177,7 +177,7 @@ def test_old_records_go_and_running_jobs_stay() -> None:
         made(f"{number:04x}", began=float(number + 1), ended=1.0, code=0)
     kept = [record.job[:4] for record in records.load_all()]
     assert kept[0] == "ffff"
-    assert len(kept) == 1 + 50 + 1  # the newest record was not over when it was made
+    assert len(kept) == 1 + 50 + 1  # the newest job had not ended when its record was made
     assert kept[-1] == f"{59:04x}"
 
 

@@ -1,4 +1,4 @@
-"""Checks of memory, cores, disks and networks of one machine, on which these are really broken."""
+"""Checks of one machine's memory, cores, disks and networks, which the tests really break."""
 
 from __future__ import annotations
 
