@@ -100,7 +100,7 @@ class Record:
         return _load(self.directory) or self
 
     def write(self) -> None:
-        """Write the record atomically, or if the disk is full, overwrite the existing record in place."""
+        """Write the record atomically. If that fails, as on a full disk, overwrite the existing record."""
         path, text = self.directory / "job.json", json.dumps(asdict(self)).ljust(_SIZE)
         try:
             with whole_text(path) as file:
