@@ -242,7 +242,7 @@ class Agents:
             if agent.there and not agent.silent:
                 agent.silent = True
                 text = f"no heartbeat for {shown:g} s. After {timeout:g} s (--host-timeout), "
-                self._handlers.on_silence(agent.host, text + "the host counts as lost")
+                self._handlers.on_silence(agent.host, text + "the host is considered lost")
         for agent in self._all.values():
             if agent.frames.unsent:
                 self._send_on(agent)

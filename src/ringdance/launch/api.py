@@ -36,7 +36,7 @@ def run(
     """Call ``fn(*args, **kwargs)`` on ``np`` new ranks and wait for them.
 
     Args:
-        fn: Any function that cloudpickle can serialize, including lambdas and those defined in a notebook.
+        fn: Any function that cloudpickle can serialize. It may be a lambda, or be defined in a notebook.
         args: Positional arguments for ``fn``, the same on all ranks.
         kwargs: Keyword arguments for ``fn``.
         np: Number of ranks.

@@ -287,7 +287,8 @@ def render(verdict: Verdict, ranks: int, directory: str = "") -> str:
         if cause.traceback:
             traceback = cause.traceback.rstrip()
             if len(cause.message) > _LONG:  # show the message only once
-                text = cause.message[cause.message.find(": ") + 1 :].strip()  # all if it has no ": "
+                # Without ": ", this is the entire message.
+                text = cause.message[cause.message.find(": ") + 1 :].strip()
                 traceback = traceback.replace(text, "(see above)")
             lines += ["", traceback, ""]
     shown = 4

@@ -49,7 +49,7 @@ def parser() -> argparse.ArgumentParser:
         epilog=_EPILOG,
     )
     add = made.add_argument
-    add("-np", "--num-proc", type=int, metavar="N", help="number of ranks (default: the slots of -H)")
+    add("-np", "--num-proc", type=int, metavar="N", help="number of ranks (default: all slots of the hosts)")
     add("-n", type=rank_count, dest="num_proc", help=argparse.SUPPRESS)
     _add_hosts(made)
     add("-x", action="append", default=[], metavar="NAME[=VALUE]", help="environment variable for the ranks")
@@ -65,7 +65,7 @@ def parser() -> argparse.ArgumentParser:
     add("--prefix", action=argparse.BooleanOptionalAction, default=True, help=text)
     add("--timestamps", action="store_true", help="start each output line with the time")
     add("--output-json", action="store_true", help="print lines as JSON: rank, host, stream, time, text")
-    text = "seconds for all ranks to start (default 60)"
+    text = "seconds within which all ranks must start (default 60)"
     add("--start-timeout", type=number, default=60.0, metavar="S", help=text)
     text = "seconds for ranks to exit after Ctrl-C, SIGTERM or SIGHUP (default 30). Ctrl-C again kills them"
     add("--grace", type=float, default=30.0, metavar="S", help=text)
@@ -87,7 +87,7 @@ def _add_hosts(parser: argparse.ArgumentParser) -> None:
     add("--chdir", default="", metavar="DIR", help=text)
     text = "network interfaces to use (default: the interfaces that connect all hosts)"
     add("--network-interface", action="append", default=[], metavar="A,B", help=text)
-    text = "seconds without a heartbeat after which a host counts as lost (default 30)"
+    text = "seconds without a heartbeat after which a host is considered lost (default 30)"
     add("--host-timeout", type=number, default=30.0, metavar="S", help=text)
     text = "do not check the hosts before the start; with --dry-run, do not connect to them either"
     add("--no-check", action="store_true", help=text)
@@ -158,7 +158,7 @@ def _exports_of_options(arguments: argparse.Namespace) -> dict[str, str]:
         raise LaunchError("--autotune-log-file has no effect without --autotune. Add --autotune")
     if arguments.autotune_log_file.endswith(".json"):
         raise LaunchError(
-            "--autotune-log-file: pass the name of a CSV file. For tune.csv, the result is written to tune.json"
+            "--autotune-log-file: pass a CSV file. For tune.csv, the result is written to tune.json"
         )
     if arguments.tuned and not os.path.isfile(arguments.tuned):
         raise LaunchError(f"--tuned {arguments.tuned}: not an existing regular file. `ringdance run "

@@ -106,7 +106,7 @@ def rank_count(text: str) -> int:
     try:
         return int(text.removeprefix("p"))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text} is not a number of ranks") from None
+        raise argparse.ArgumentTypeError(f"{text} is not a valid number of ranks") from None
 
 
 def at_least(kind: Callable[[str], T], least: float, below: float = math.inf) -> Callable[[str], T]:

@@ -214,7 +214,7 @@ def find(name: str = "") -> Record:
     if len(matching) > 1:
         raise LaunchError(f"{name} matches jobs {' and '.join(r.short for r in matching)}. Give more digits")
     if not matching:
-        raise LaunchError(f"no job in the background matches {name}; `ringdance status` shows all jobs")
+        raise LaunchError(f"no background job matches {name}; `ringdance status` shows all jobs")
     return matching[0]
 
 

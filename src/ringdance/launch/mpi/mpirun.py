@@ -47,7 +47,7 @@ _NO_EFFECT = {
 """Options whose effect users may miss, and why they have none."""
 
 _REFUSED = {
-    "path": "pass the whole path of the program, or set PATH",
+    "path": "pass the full path of the program, or set PATH",
     "stdin": "only rank 0 reads stdin. Let it broadcast its input, or let all ranks read a file",
     **dict.fromkeys(("map-by", "rank-by"), "specify ranks per host with -N, and their cores with --bind-to"),
 }

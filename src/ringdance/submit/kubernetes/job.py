@@ -90,12 +90,12 @@ class JobRequest:
 
     kind: str = option("job type (default: MPIJob)", "MPIJob", choices=("MPIJob", "TrainJob"))
     name: str = option("name of the job", "train")
-    image: str = option("container image, with ringdance, your packages, ssh and sshd", "")
+    image: str = option("container image that contains ringdance, your packages, ssh and sshd", "")
     workers: int = option("number of worker pods", 2, minimum=1)
     slots: int | None = option("number of ranks per worker (default: one per GPU, or 1)", type=int, minimum=1)
     gpus: int = option("number of GPUs per worker", 0, minimum=0)
     cpus: str = option("number of cores per worker", "", **{**_SIZE, "metavar": "N"})
-    memory: str = option("memory of each worker, such as 32Gi", "", **_SIZE)
+    memory: str = option("memory per worker, such as 32Gi", "", **_SIZE)
     shm: str = option("size of /dev/shm, where ranks exchange data", "2Gi", **_SIZE)
     volumes: Sequence[Volume] = option(
         "volume to mount: pvc:CLAIM:/data, nfs:SERVER:/EXPORT:/data, host:/DIR:/data, secret:NAME:/x",

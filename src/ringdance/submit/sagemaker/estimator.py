@@ -49,7 +49,8 @@ trained asynchronously. Ringdance has no servers. Ranks average their gradients 
 embeddings only the rows that were used. Change the line to
     distribution={'mpi': {'enabled': True, 'processes_per_host': 4}}
 and replace ParameterServerStrategy with hvd.DistributedOptimizer in the script. For tables that do not fit
-on one rank, use hvd.EmbeddingTable(..., sharded=True). In a clone, benchmarks/strategies measures both."""
+on one rank, use hvd.EmbeddingTable(..., sharded=True). In a clone of the
+repository, benchmarks/strategies measures both."""
 
 _NOT_LOCAL = (
     "instance_type {where!r}: jobs run on SageMaker only. On this machine, start the script itself with its "

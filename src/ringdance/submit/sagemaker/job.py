@@ -31,7 +31,7 @@ class TrainingJob:
     hyperparameters: Mapping[str, Any] = field(default_factory=dict)
     distribution: Mapping[str, Any] | None = None
     image_uri: str = option(
-        "container image, with sagemaker-training and an MPI library", "", "--image", metavar="URI"
+        "container image that contains sagemaker-training and an MPI library", "", "--image", metavar="URI"
     )
     _: KW_ONLY
     custom_mpi_options: str = option(
@@ -46,7 +46,7 @@ class TrainingJob:
     volume_kms_key: str | None = _sent("ResourceConfig.VolumeKmsKeyId")
     output_kms_key: str | None = _sent("OutputDataConfig.KmsKeyId")
     max_run: int = option("maximum run time", 86400, metavar="S", key="StoppingCondition.MaxRuntimeInSeconds")
-    input_mode: str = option("input mode of the channels", "File", choices=("File", "Pipe", "FastFile"))
+    input_mode: str = option("default input mode of channels", "File", choices=("File", "Pipe", "FastFile"))
     use_spot_instances: bool = option(
         "use spot instances; requires --max-wait", False, "--spot", key="EnableManagedSpotTraining"
     )
