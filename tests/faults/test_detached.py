@@ -192,7 +192,7 @@ def test_what_cannot_be_started_is_told_at_once(ringdance: Ringdance, tmp_path: 
         assert said in done.stderr
         assert done.stdout == ""
     assert "no job has been started" in ringdance("attach").stderr
-    assert "no job in the background matches 12345678" in ringdance("stop", "12345678").stderr
+    assert "no background job matches 12345678" in ringdance("stop", "12345678").stderr
     assert not living(tmp_path)
 
 

@@ -174,7 +174,7 @@ def test_ranks_before_init_are_shown_and_a_foreground_job_cannot_be_stopped(tmp_
         name = next(row["job"] for row in shown if row["pid"] == job.process.pid)
         done = by_main("stop", name[:6])
         assert done.returncode == 2
-        assert f"no job in the background matches {name[:6]}" in done.stderr
+        assert f"no background job matches {name[:6]}" in done.stderr
     finally:
         job.end()
 

@@ -161,7 +161,7 @@ def test_a_network_that_comes_back_ends_no_job(whole: Hosts, tmp_path: Path) -> 
     job = Job(whole, tmp_path, False, "30")
     try:
         whole.unplug("h2")
-        shown = "host h2 (ranks 2-3): no heartbeat for 6 s. After 30 s (--host-timeout), the host counts as"
+        shown = "host h2 (ranks 2-3): no heartbeat for 6 s. After 30 s (--host-timeout), the host is"
         assert wait_until(lambda: shown in job.said, 9.0) is not None, job.said
         time.sleep(2.0)
         whole.plug("h2")

@@ -8,13 +8,13 @@ Processes of a running job::
      │   └─ mpiexec (own session)              the MPI library's launcher
      │       ├─ wrapper (agent/rank.py)        one per rank: reports the rank's start and end to the agent
      │       │   └─ the rank                   the user's program; pipes carry its output to the agent
-     │       └─ agent/rsh.py, one per host     run by mpiexec in place of ssh: asks the agent there
+     │       └─ agent/rsh.py, one per host     run by mpiexec in place of ssh: requests a daemon
      └─ ssh or srun, one per host              the only connection to that host
          └─ agent, on that host                the same as here
-             └─ mpiexec's daemon               started for agent/rsh.py
+             └─ mpiexec's daemon               requested by agent/rsh.py
                  └─ wrapper and rank           as above
 
 The launcher and the agents monitor each other. If one side dies, the survivor kills every process that the
-job started on its host and removes the job's files. ``plan.py`` is pure: it describes what will be started as
-data.
+job started on its host and removes the job's files. ``plan.py`` has no side
+effects: it only builds a description of what to start.
 """

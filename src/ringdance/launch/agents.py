@@ -1,4 +1,4 @@
-"""The launcher's view of the agents in a running job. There is one on each host, including the launcher's."""
+"""The launcher's view of a running job's agents. There is one per host, including the launcher's host."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from ringdance.launch.remote.connect import Remote, close_all
 _PING_S = 0.5
 # Checks are normally _PING_S apart. A gap this long means that this process was suspended.
 _SLEPT_S = 2.0
-_LATE_S = 1.5  # after this much silence, a host may be lost, and it is worth waiting to find out
+_LATE_S = 1.5  # a host that has been silent for this long may be lost; wait until that is known
 # Silence this long is reported to the user. Once the job has failed, it also ends the wait for the host.
 _SHOWN_S = 6.0
-_CHECK_S = 0.02  # minimum time between checks of all hosts
+_CHECK_S = 0.02  # minimum interval between checks of the hosts
 _CLOSE_S = 6.0  # time for the local agent to clean up
 
 OnExit = Callable[[int, int, float], None]
@@ -28,11 +28,11 @@ OnExit = Callable[[int, int, float], None]
 
 
 class RankLink:
-    """The connection to a rank's wrapper, through the agent on its host.
+    """The connection to a rank's wrapper, through the agent on the rank's host.
 
     Args:
-        remote: The host's agent.
-        number: The number by which the agent identifies the wrapper's connection.
+        remote: The agent on the rank's host.
+        number: Number by which the agent identifies its connection to the wrapper.
     """
 
     def __init__(self, remote: Remote, number: int) -> None:
@@ -54,11 +54,11 @@ class Handlers:
         on_file: Called with part of a file that a rank wrote to the job's directory on another host: the
             file's name, the data, and True if this is the last part.
         on_rank_message: Called with a message from a wrapper.
-        on_rank_output: Called with a rank's output on stdout (0) or stderr (1). Empty data mean that the rank
-            has closed the stream.
+        on_rank_output: Called with a rank's output on stdout (0) or stderr (1). Empty data means that the
+            rank has closed the stream.
         on_rank_closed: Called when the connection to a wrapper has closed.
-        on_host_failed: Called with a host and a message. The flag is True if the host is lost, and False if
-            a program that the job started there, other than a rank, was killed.
+        on_host_failed: Called with a host, a message and a flag. The flag is True if the host is lost, and
+            False if one of the job's processes there, other than a rank, was killed.
         on_silence: Called with a host and a message when the host falls silent or answers again.
         on_clean: Called when the agent on this host (True) or all agents on other hosts (False) have cleaned
             up or are lost.
@@ -82,8 +82,8 @@ class Agents:
     """All agents that serve a job.
 
     Args:
-        local: This host's agent. This object takes ownership.
-        remotes: The other hosts' agents. This object takes ownership.
+        local: The agent on this host. Ownership passes to this object.
+        remotes: The agents on other hosts. Ownership passes to this object.
         selector: The job's event loop.
         handlers: Callbacks for the agents' reports.
         heartbeat_timeout: Seconds without a message after which another host is considered lost.
@@ -108,11 +108,11 @@ class Agents:
             selector.register(fd, selectors.EVENT_READ, lambda agent=agent: self._read(agent))
 
     def begin(self, local: Mapping[str, Any], remote: Mapping[str, Any], files: Mapping[str, bytes]) -> None:
-        """Send the job's description to all agents, with files to store in the job's directories.
+        """Send the job's description to all agents, and files to store in the job's directory on each host.
 
         Args:
-            local: The message "job" for this host, without its timeout.
-            remote: The message "job" for the other hosts, without its timeout.
+            local: The "job" message for this host, without the timeout.
+            remote: The "job" message for the other hosts, without the timeout.
             files: Contents of the files by name.
         """
         for agent in self._all.values():
@@ -128,7 +128,7 @@ class Agents:
         return {host: agent.problem for host, agent in self._all.items() if agent.problem}
 
     def doing(self, host: str, connected: int) -> str:
-        """Describe how far a host has started. ``connected`` is the number of its connected ranks."""
+        """Describe the progress of the start on a host. ``connected`` is the number of connected ranks."""
         agent = self._all[host]
         silent = not agent.local and time.monotonic() - agent.heard > _LATE_S
         state = "nothing has been started there" if agent.ready else "it has not created the job's directory"
@@ -150,7 +150,7 @@ class Agents:
         return any(agent.there and now - agent.heard > _LATE_S for agent in self._remotes)
 
     def port(self, host: str) -> int:
-        """Return a port that a host's agent has reserved."""
+        """Return the port that a host's agent has reserved."""
         return self._all[host].port
 
     def put(self, name: str, text: str, mode: int = 0o600) -> None:
@@ -175,7 +175,7 @@ class Agents:
     # --- the end -------------------------------------------------------------------------------
 
     def clean_remotes(self, failed: bool) -> None:
-        """End the job on the other hosts. ``on_clean()`` follows."""
+        """End the job on the other hosts. The handler ``on_clean`` is called afterwards."""
         for agent in self._remotes:
             if agent.there and not agent.frames.send({"clean": True, "failed": failed}):
                 agent.lost = True
@@ -183,16 +183,16 @@ class Agents:
             self._handlers.on_clean(False)
 
     def clean_local(self, failed: bool) -> None:
-        """End the job on this host. ``on_clean()`` or ``on_local_lost()`` follows."""
+        """End the job on this host. The handler ``on_clean`` or ``on_local_lost`` is called afterwards."""
         self._local.frames.send({"clean": True, "failed": failed, "results": False})
 
     def give_up_remotes(self) -> None:
-        """Declare all other hosts that still do not answer lost."""
+        """Mark all other hosts that have not cleaned up yet as lost."""
         for agent in self._remotes:
             agent.lost = agent.lost or not agent.clean
 
     def kill_local(self) -> None:
-        """Kill the agent on this host. ``on_local_lost()`` follows."""
+        """Kill the agent on this host. The handler ``on_local_lost`` is called afterwards."""
         self._local.kill()
 
     def close(self) -> None:
@@ -213,7 +213,8 @@ class Agents:
         """Detect lost hosts and send pending data.
 
         Args:
-            failed: True if the job has failed. A silent host may be the cause, so the timeout is shorter.
+            failed: True if the job has failed. A shorter timeout then applies, because a silent host may be
+                the cause.
 
         Returns:
             Seconds until the next check is due, or None if no further check is needed.
@@ -241,7 +242,7 @@ class Agents:
             if agent.there and not agent.silent:
                 agent.silent = True
                 text = f"no heartbeat for {shown:g} s. After {timeout:g} s (--host-timeout), "
-                self._handlers.on_silence(agent.host, text + "the host counts as lost")
+                self._handlers.on_silence(agent.host, text + "the host is considered lost")
         for agent in self._all.values():
             if agent.frames.unsent:
                 self._send_on(agent)
@@ -255,7 +256,7 @@ class Agents:
         watch(self._selector, frames.write_fd, selectors.EVENT_WRITE, action)
 
     def _silent(self, agent: Remote) -> bool:
-        """Return True if the connection has no unread data. Otherwise only this process is late."""
+        """Return True if the connection has no unread data. Otherwise, this process is late, not the host."""
         with selectors.DefaultSelector() as selector:
             selector.register(agent.frames.read_fd, selectors.EVENT_READ)
             return not selector.select(0)

@@ -36,14 +36,15 @@ def run(
     """Call ``fn(*args, **kwargs)`` on ``np`` new ranks and wait for them.
 
     Args:
-        fn: Any function that cloudpickle can transfer, including a lambda or one defined in a notebook.
+        fn: Any function that cloudpickle can serialize. It may be a lambda, or be defined in a notebook.
         args: Positional arguments for ``fn``, the same on all ranks.
         kwargs: Keyword arguments for ``fn``.
         np: Number of ranks.
         hosts: Hosts and slots, such as ``"h1:4,h2:4"``. Default: the scheduler's allocation, if there is one,
             otherwise this machine.
         env: Environment variables to set for the ranks.
-        output_filename: Directory for each rank's output, like ``ringdance run --output-filename``.
+        output_filename: Directory for a copy of each rank's output, as with ``--output-filename`` of
+            ``ringdance run``.
         prefix: If True, prefix each output line with its rank.
         start_timeout: Seconds within which all ranks must start.
         grace: Seconds that ranks have to exit after Ctrl-C or SIGTERM. A second Ctrl-C ends them immediately.
@@ -108,7 +109,7 @@ def call(
 
 
 def _sink(name: str) -> Sink:
-    """Return a sink for the current ``sys.stdout`` or ``sys.stderr``, which notebooks and tests replace."""
+    """Return a sink that looks up ``sys.stdout`` or ``sys.stderr`` on each write: they may be replaced."""
 
     def write(data: bytes) -> None:
         stream = getattr(sys, name)

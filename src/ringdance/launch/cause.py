@@ -20,14 +20,14 @@ MARK = CAUSE_MARK.encode()
 OUTCOME_FILE = "ringdance-outcome.json"
 """File in the output directory of a job that has ended. See ``write_outcome()``."""
 
-# Errors by which a rank reports that another rank failed. Never the first failure if there is any other.
+# Errors that report the failure of another rank. They are never the first failure if there is any other.
 OF_OTHERS = ("RankLostError", "ShutDownError", "StallError", "DeadlockError")
-# The thread that received the signal, in the list of all threads printed by Python's faulthandler.
+# The traceback of the thread that received the signal, among all threads that faulthandler prints.
 _CRASHED_THREAD = re.compile(r"^Current thread .*?(?=\n\s*\n|\Z)", re.MULTILINE | re.DOTALL)
 _LONGEST_LINE = 300
 _LOST_PEER = "MPI_ERR_PROC_FAILED"  # raised by mpi4py when a peer has died
-# Exit codes with which Open MPI ends a process whose peer has died, for its errors MPI_ERR_UNKNOWN
-# ("Socket closed") and MPI_ERR_PROC_FAILED.
+# Exit codes of a process that Open MPI ends because a peer has died: with the error MPI_ERR_UNKNOWN ("Socket
+# closed") or MPI_ERR_PROC_FAILED.
 _LOST_PEER_CODES = (14, 75, 76)
 _RECORD = re.compile(r" \(Last batches: \S+\)")
 _KILLED = "sent by a user, or by the kernel because memory had run out (see dmesg)"
@@ -47,7 +47,7 @@ class Cause:
             (by mpiexec), "early", "vanished", "launcher", or "daemon" (mpiexec's daemon on another host
             exited). If the cause reports another rank's failure: "lost" or "stall".
         message: Description in one line.
-        traceback: Traceback, or "".
+        traceback: Traceback, if there is one.
         code: Exit code for the job, if the kind is "launcher".
     """
 
@@ -61,7 +61,7 @@ class Cause:
     code: int = 1
 
     def same(self, other: Cause) -> bool:
-        """Return True if the rank of ``other`` failed with the same error."""
+        """Return True if ``other`` reports the same error."""
         return _RECORD.sub("", self.message) == _RECORD.sub("", other.message)
 
     @property
@@ -89,11 +89,11 @@ class Ended:
         rank, host, pid: Identity of the rank.
         code: Exit code, the negative signal number, or None if the wrapper vanished without a report.
         time: Time of the end in seconds since the epoch.
-        last_words: Last traceback that the rank wrote to stderr, or "".
-        last_line: Last line that the rank wrote to stderr, or "".
+        last_words: Last traceback that the rank wrote to stderr, if any.
+        last_line: Last line that the rank wrote to stderr, if any.
         by_launcher: True if the rank exited after the launcher had started to end the job.
         by_mpiexec: True if the rank exited after mpiexec had ended its wrapper.
-        why: Evidence on the host for why the rank received a signal, or "".
+        why: Evidence found on the host for why the rank received a signal, if any.
     """
 
     rank: int
@@ -109,7 +109,7 @@ class Ended:
 
     @property
     def failed(self) -> bool:
-        """True unless the rank completed. A rank whose wrapper was killed by mpiexec has always failed."""
+        """True unless the rank completed. A rank whose wrapper mpiexec has killed always counts as failed."""
         return self.code != 0 or self.by_mpiexec
 
     def cause(self, kind: str, message: str, traceback: str = "") -> Cause:
@@ -173,7 +173,7 @@ def of_end(ended: Ended) -> Cause | None:
 
 
 def _reason(ended: Ended) -> str:
-    """Return the reason that ``sys.exit("reason")``, argparse and others write to stderr on exit."""
+    """Quote the last line on stderr. ``sys.exit("reason")``, argparse and others write the reason there."""
     line = ended.last_line
     return f"; its last line on stderr: {line[:_LONGEST_LINE]}" if line else ""
 
@@ -193,7 +193,7 @@ def judge(
         mpiexec: Exit code of mpiexec if it has exited. Used if no rank failed with its own exit code.
 
     Returns:
-        None if nothing failed.
+        The verdict, or None if nothing failed.
     """
     causes: dict[int, Cause] = {}
     for mark in sorted(marks, key=lambda mark: (mark.follows, mark.time)):
@@ -217,7 +217,7 @@ def judge(
         # If all ranks raise the same error, it is random which one reports it first. Prefer the lowest rank.
         alike = [own for own in causes.values() if own.same(first) and own.time - first.time < _LATE_S]
         first = min(alike, key=lambda cause: cause.rank or 0)
-    # If the launcher ended a rank, other ranks only report that it died, with a guess at the reason.
+    # Ignore reports that a rank ended by the launcher has died: the reporting rank only guesses the reason.
     late = [end for end in ended.values() if end.by_launcher]
     rest = [cause for cause in causes.values() if cause is not first and not any(map(cause.names, late))]
     others = sorted(rest, key=lambda cause: cause.time)
@@ -249,7 +249,7 @@ def _early(found: Mapping[int, Cause], ended: Mapping[int, Ended]) -> list[Cause
 
 
 def _code(first: Cause, ended: Mapping[int, Ended], others: Sequence[Cause]) -> int:
-    """Return the exit code of the first failed rank that was not ended by a launcher, 0 if there is none.
+    """Return the exit code of the first failed rank that neither the launcher nor mpiexec ended, or 0.
 
     As in a shell, the exit code of a process killed by a signal is 128 + the signal's number.
     """
@@ -275,7 +275,7 @@ _WIDTH, _LONG = 78, 300
 
 
 def render(verdict: Verdict, ranks: int, directory: str = "") -> str:
-    """Render the box that ends a failed job's output. ``directory`` contains the ranks' log files."""
+    """Render the summary that ends a failed job's output. ``directory`` contains the ranks' output files."""
     cause = verdict.cause
     lines = [" ringdance: the job failed ".center(_WIDTH, "=")]
     if cause.rank is None:
@@ -287,7 +287,8 @@ def render(verdict: Verdict, ranks: int, directory: str = "") -> str:
         if cause.traceback:
             traceback = cause.traceback.rstrip()
             if len(cause.message) > _LONG:  # show the message only once
-                text = cause.message[cause.message.find(": ") + 1 :].strip()  # all of it without ": "
+                # Without ": ", this is the entire message.
+                text = cause.message[cause.message.find(": ") + 1 :].strip()
                 traceback = traceback.replace(text, "(see above)")
             lines += ["", traceback, ""]
     shown = 4

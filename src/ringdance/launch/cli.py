@@ -32,7 +32,7 @@ Without -H, --hostfile and -np, the job runs on the hosts that a scheduler has a
 
 `python` is the interpreter that ringdance is installed in. Each output line is shown as `[rank] text`, or as
 `[rank]<host> text` if there are several hosts.
-Each rank gets its share of the cores as OMP_NUM_THREADS, unless you set OMP_NUM_THREADS yourself.
+OMP_NUM_THREADS is set to each rank's share of the cores, unless you set it yourself.
 
 exit code: 0 if all ranks exited with 0; otherwise the exit code of the rank that failed first (128 + n if
 signal n killed it); 2 if nothing was started; 127 if the command was not found; 130 after Ctrl-C.
@@ -49,7 +49,7 @@ def parser() -> argparse.ArgumentParser:
         epilog=_EPILOG,
     )
     add = made.add_argument
-    add("-np", "--num-proc", type=int, metavar="N", help="number of ranks (default: the slots of -H)")
+    add("-np", "--num-proc", type=int, metavar="N", help="number of ranks (default: all slots of the hosts)")
     add("-n", type=rank_count, dest="num_proc", help=argparse.SUPPRESS)
     _add_hosts(made)
     add("-x", action="append", default=[], metavar="NAME[=VALUE]", help="environment variable for the ranks")
@@ -59,13 +59,13 @@ def parser() -> argparse.ArgumentParser:
     add("--autotune", action=argparse.BooleanOptionalAction, default=None, help=text)
     text = "write the values that autotune tries to FILE (CSV), and the best to the .json file next to it"
     add("--autotune-log-file", default="", metavar="FILE", help=text)
-    text = "use a result that autotune found earlier, if it is for the same model and hardware"
+    text = "use an earlier result of autotune if it is for the same model and hardware"
     add("--tuned", default="", metavar="FILE", help=text)
     text = "start each output line with [rank] (default)"
     add("--prefix", action=argparse.BooleanOptionalAction, default=True, help=text)
     add("--timestamps", action="store_true", help="start each output line with the time")
     add("--output-json", action="store_true", help="print lines as JSON: rank, host, stream, time, text")
-    text = "seconds for all ranks to start (default 60)"
+    text = "seconds within which all ranks must start (default 60)"
     add("--start-timeout", type=number, default=60.0, metavar="S", help=text)
     text = "seconds for ranks to exit after Ctrl-C, SIGTERM or SIGHUP (default 30). Ctrl-C again kills them"
     add("--grace", type=float, default=30.0, metavar="S", help=text)
@@ -87,9 +87,9 @@ def _add_hosts(parser: argparse.ArgumentParser) -> None:
     add("--chdir", default="", metavar="DIR", help=text)
     text = "network interfaces to use (default: the interfaces that connect all hosts)"
     add("--network-interface", action="append", default=[], metavar="A,B", help=text)
-    text = "seconds without a heartbeat after which a host counts as lost (default 30)"
+    text = "seconds without a heartbeat after which a host is considered lost (default 30)"
     add("--host-timeout", type=number, default=30.0, metavar="S", help=text)
-    text = "do not check the hosts before the start; with --dry-run, do not connect to any"
+    text = "do not check the hosts before the start; with --dry-run, do not connect to them either"
     add("--no-check", action="store_true", help=text)
 
 
@@ -98,7 +98,7 @@ def main(argv: Sequence[str], check: Check | None = None) -> int:
 
     Args:
         argv: Command-line arguments after ``run``.
-        check: Checks the hosts before anything starts, if there are several.
+        check: Checks the hosts before the job starts. Called only if there are several hosts.
     """
 
     def action() -> int:
@@ -117,7 +117,7 @@ def run(
         spec: The job.
         arguments: Options parsed by ``parser()``.
         log: Called with each line to show to the user.
-        check: Checks the hosts before anything starts, if there are several.
+        check: Checks the hosts before the job starts. Called only if there are several hosts.
         show_map: If True, show on which host each rank will run.
     """
 
@@ -157,7 +157,9 @@ def _exports_of_options(arguments: argparse.Namespace) -> dict[str, str]:
     if arguments.autotune_log_file and not arguments.autotune:
         raise LaunchError("--autotune-log-file has no effect without --autotune. Add --autotune")
     if arguments.autotune_log_file.endswith(".json"):
-        raise LaunchError("--autotune-log-file: the log is a CSV file. For tune.csv, the result is tune.json")
+        raise LaunchError(
+            "--autotune-log-file: pass a CSV file. For tune.csv, the result is written to tune.json"
+        )
     if arguments.tuned and not os.path.isfile(arguments.tuned):
         raise LaunchError(f"--tuned {arguments.tuned}: not an existing regular file. `ringdance run "
                           "--autotune --autotune-log-file tune.csv ...` writes tune.json")  # fmt: skip

@@ -7,9 +7,9 @@ from collections.abc import Container
 _ROWS = (
     (
         "nproc-per-node npernode pernode ppn perhost ntasks-per-node", "-np",
-        "write -np N, the number of ranks on all hosts together, or -H h1:4,h2:4 for four ranks on each host",
+        "write -np N, the total number of ranks on all hosts, or -H h1:4,h2:4 for four ranks on each host",
     ),
-    ("n num-processes nprocs nproc ntasks", "-np", "write -np N, the number of ranks on all hosts together"),
+    ("n num-processes nprocs nproc ntasks", "-np", "write -np N, the total number of ranks on all hosts"),
     ("nnodes nodes N host nodelist w hostlist", "-H", "write -H h1:4,h2:4, the hosts and their slots"),
     ("hostfile machinefile machine-file default-hostfile f", "--hostfile", "write --hostfile FILE"),
     (
@@ -34,11 +34,11 @@ _ROWS = (
     ("network-interfaces iface", "--network-interface", "write --network-interface A,B"),
     ("m module", "--detach", "write python -m MODULE as the command, after all options"),
 )  # fmt: skip
-"""Names without dashes; an option that the command must have for the answer to apply; the answer."""
+"""Option names without dashes; an option that the command must have for the advice to apply; the advice."""
 
 
 def answer(name: str, known: Container[str]) -> str:
-    """Return a suggestion for replacing another launcher's option, "" if there is none.
+    """Return a suggestion for replacing another launcher's option, or "" if there is none.
 
     Args:
         name: Name of the option without leading dashes, and with "_" replaced by "-".

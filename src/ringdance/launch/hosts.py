@@ -1,4 +1,4 @@
-"""Which ranks run on which hosts, and which networks hosts share."""
+"""Place ranks on hosts, and find the networks that the hosts share."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class HostFacts:
     """Facts about a host.
 
     Attributes:
-        name: The host's own name for itself.
+        name: Host name as reported by the host itself.
         identity: Identifier of the machine, independent of its names.
         python, executable: Version and path of the Python interpreter.
         version: Version of Ringdance.
@@ -28,9 +28,9 @@ class HostFacts:
         devices: Names of the host's GPUs.
         visible_devices: Value of CUDA_VISIBLE_DEVICES on the host, None if unset.
         networks: Interface, IPv4 or IPv6 address, and prefix length for each network.
-        reached: Address at which the host was reached, or "".
+        reached: Address at which the host was reached, if known.
         infiniband: True if the host has InfiniBand devices.
-        shared_memory: Free bytes in /dev/shm, -1 if unknown or without /dev/shm.
+        shared_memory: Free space in /dev/shm in bytes, -1 if unknown or if /dev/shm does not exist.
     """
 
     name: str = ""
@@ -72,7 +72,7 @@ class Host:
         local: True if the host is this machine.
         cores: Number of cores that the ranks may use, None if unknown.
         devices: Names of the GPUs that are visible to the ranks.
-        interfaces: Network interfaces in the networks that all hosts share.
+        interfaces: Names of the host's interfaces to the networks that all hosts share.
     """
 
     name: str
@@ -85,7 +85,7 @@ class Host:
 
 
 def several(names: Sequence[str], most: int = 5) -> str:
-    """Join names with commas. List only the first ``most`` names, followed by how many were omitted."""
+    """Join names with commas. List only the first ``most`` names, followed by the number of omitted names."""
     rest = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + rest
 
@@ -107,7 +107,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def ranks_text(numbers: Sequence[int]) -> str:
-    """Name ranks in a message: ``rank 3``, or ``ranks 0-3,5``."""
+    """Format rank numbers for a message: ``rank 3``, or ``ranks 0-3,5``."""
     return f"rank{'s' * (len(numbers) > 1)} {spans(numbers)}"
 
 
@@ -122,9 +122,9 @@ def assign_ranks(ranks: int, hosts: HostList) -> tuple[Host, ...]:
         each = -(-ranks // len(hosts))
         raise LaunchError(
             f"-np {ranks} needs {ranks} slots, but the hosts given have {total}: "
-            f"{several([hosts_text([host]) for host in hosts])}. Use -np {total}, or give each {each} slots: "
+            f"{several([hosts_text([host]) for host in hosts])}. Use -np {total}, or {each} slots per host: "
             f"-H {hosts_text([(name, each) for name, _ in hosts[:5]])}{',...' * (len(hosts) > 5)}, "
-            f"slots={each} in a host file, or tasks in a scheduler's job"
+            f"slots={each} in a host file, or as many tasks per host in a scheduler's job"
         )
     placed, first = [], 0
     for name, slots in hosts:
@@ -136,7 +136,7 @@ def assign_ranks(ranks: int, hosts: HostList) -> tuple[Host, ...]:
 
 
 def rank_numbers(hosts: Sequence[Host]) -> list[dict[str, int]]:
-    """Return each rank's numbers. Cross ranks number the ranks that have the same local rank."""
+    """Return each rank's numbers. The cross rank is its index among the ranks with the same local rank."""
     columns = Counter(local_rank for host in hosts for local_rank, _ in enumerate(host.ranks))
     size, before, places = columns.total(), Counter[int](), []
     for host in hosts:
@@ -220,7 +220,7 @@ def shared_networks(facts: Mapping[str, HostFacts], wanted: Collection[str] = ()
 
 
 def addresses(facts: HostFacts) -> dict[str, tuple[str, str]]:
-    """Return the interface and address in each network. Prefers the address at which the host was reached."""
+    """Return a host's interface and address in each network. Prefers the address at which it was reached."""
     by_net: dict[str, tuple[str, str]] = {}
     for interface, address, bits in facts.networks:
         net = str(ipaddress.ip_interface(f"{address}/{bits}").network)

@@ -54,7 +54,7 @@ class Job:
         self._signals = Signals()
 
     def run(self) -> Verdict | int:
-        """Run the job to its end. Returns 0, 128 + the signal that stopped the job, or why it failed."""
+        """Run the job. Returns 0, 128 + the number of the signal that stopped it, or why it failed."""
         plan, remotes = self._prepared.plan, self._prepared.remotes
         running: RunningJob | None = None
         try:
@@ -85,7 +85,7 @@ class Job:
             self._signals.restore()
 
     def _clean(self, directory: str, pids: list[int]) -> None:
-        """Clean up this host if its agent has not done so. ``pids`` are the process IDs of its ranks."""
+        """Clean up this host if its agent has not done so. ``pids`` are its ranks' process IDs."""
         shared = host_shared(self.id)
         cleanup = Cleanup(self.id, [directory, *([shared] if shared else [])], self._began)
         for pid in pids:

@@ -20,9 +20,9 @@ class Place:
     """A job's ID and directory.
 
     Attributes:
-        id: The ID.
-        bases: Candidates for the directory's parent, best first.
-        directory: The directory on this host.
+        id: Job ID.
+        bases: Candidates for the parent of the job's directory, in order of preference.
+        directory: The job's directory on this host.
     """
 
     id: str
@@ -43,17 +43,17 @@ def local_environment(plan: Plan, place: Place) -> dict[str, str]:
 def job_messages(
     plan: Plan, place: Place, needed: Sequence[str], output_directory: str
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the message for this host, whose environment is already set, and for the other hosts.
+    """Return the messages for this host, whose agent already has its environment, and for the other hosts.
 
     Args:
         plan: The job's plan.
-        place: Its ID and directory.
+        place: The job's ID and directory.
         needed: Files that must exist on the other hosts.
-        output_directory: Directory for files that other hosts send at the end. "" for none.
+        output_directory: Directory for files that other hosts send at the end of the job, if any.
     """
     common: dict[str, Any] = {"job": place.id, "bases": place.bases, "environ": {}, "needed": []}
     # Hydra's daemons change to mpiexec's working directory, which might not exist on other hosts. The ranks
-    # change to their own directory.
+    # then change to their own working directory.
     local = {**common, "launcher": None, "cwd": "/" if plan.paths_differ else os.getcwd()}
     session = session_environment(plan.mpi.family, OWN_DIRECTORY, SHARED)
     forwarded = plan.forwarded(os.environ)
@@ -70,6 +70,6 @@ def job_messages(
 
 
 def rsh_script(directory: str) -> str:
-    """Return the script that mpiexec runs in place of ssh (agent/rsh.py), for the job's ``directory``."""
+    """Return a script that runs agent/rsh.py for the job's ``directory``. mpiexec runs it in place of ssh."""
     command = paths.bare_command("agent.rsh", os.path.join(directory, "s"))
     return f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n'

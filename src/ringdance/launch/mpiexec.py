@@ -14,7 +14,7 @@ from ringdance.launch.output.stream import MpiexecOutput, Sink
 from ringdance.launch.plan import Plan
 
 _SHIM = "ssh"
-"""The file in the job's directory that mpiexec runs as ssh. ``session_environment`` uses the same name."""
+"""Name of the file in the job's directory that mpiexec runs as ssh. Used in ``session_environment()`` too."""
 
 
 class Mpiexec:
@@ -52,7 +52,7 @@ class Mpiexec:
         self._spawn()
 
     def retry(self) -> bool:
-        """Start mpiexec again if that may help. Returns False if it was not restarted."""
+        """Restart mpiexec once, if it has requested daemons. Returns False if it was not restarted."""
         if not self._wanted_daemons or self._retried:
             return False
         self._retried = True

@@ -55,7 +55,7 @@ def main(argv: Sequence[str], check: Check | None = None) -> int:
 
     Args:
         argv: Command-line arguments after ``mpirun``.
-        check: Checks the hosts before anything starts, if there are several.
+        check: Checks the hosts before the job starts. Called only if there are several hosts.
     """
     return as_program(_NAME, lambda: _main(list(argv), check))
 
@@ -68,8 +68,8 @@ def _main(words: list[str], check: Check | None) -> int:
         return 0
     line = parse(words, os.environ)
     if line.flags & {"help", "version"}:
-        # Programs search the output of --version for the name of an MPI library, as library.py does. Ours
-        # must not contain such a name.
+        # Programs search the output of --version for the name of an MPI library, as library.py does. Our
+        # output must not contain one.
         print(_HELP.rstrip() if "help" in line.flags else f"{_NAME} {__version__}")
         return 0
     for note in line.notes:
@@ -84,7 +84,7 @@ def _main(words: list[str], check: Check | None) -> int:
 
 
 def changes(line: MpirunLine) -> dict[str, Any]:
-    """Return the fields of the JobSpec whose values differ from those that ``ringdance run`` would set.
+    """Return the JobSpec fields that differ from what ``ringdance run`` would set.
 
     Raises:
         LaunchError: The hosts given by the scheduler cannot be parsed.
@@ -120,7 +120,7 @@ def install(directory: Path) -> list[Path]:
     prted = Path(mpi.mpiexec).parent / "prted"
     files = [mpirun]
     if mpirun.is_symlink() or (mpirun.exists() and _NAME not in mpirun.read_text(errors="replace")):
-        raise LaunchError(f"{mpirun} is a different program. Choose a directory without an mpirun")
+        raise LaunchError(f"{mpirun} is a different program. Choose a directory that contains no mpirun")
     directory.mkdir(parents=True, exist_ok=True)
     # SageMaker's toolkit waits for a process named orted on each host.
     if mpi.family == "openmpi" and prted.exists():
@@ -129,10 +129,10 @@ def install(directory: Path) -> list[Path]:
         daemon.symlink_to(prted)
         words = ["--launch-agent", str(daemon)]
         files.append(daemon)
-    # Avoid a shell unless the path requires one, because some shells drop variables whose names are invalid
-    # in the shell.
+    # Avoid a shell unless the path requires one, because some shells drop environment variables whose names
+    # are not valid shell identifiers.
     begin = f"#!{sys.executable} -P\n"
-    if " " in sys.executable or len(begin) > 127:  # one file that is valid for both a shell and Python
+    if " " in sys.executable or len(begin) > 127:  # valid as both a shell script and a Python program
         begin = f"#!/bin/sh\n'''exec' {shlex.quote(sys.executable)} -P \"$0\" \"$@\"\n' '''\n"
     program = f"sys.exit(main(['mpirun', *{words}, *sys.argv[1:]]))\n"
     mpirun.write_text(f"{begin}# {_NAME}\nimport sys\nfrom ringdance.tools.cli import main\n{program}")

@@ -35,7 +35,7 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
-        """Parse the arguments. The command or subcommand that finds unknown arguments reports an error."""
+        """Parse the arguments. The command or subcommand that finds unknown arguments reports them."""
         words = list(sys.argv[1:] if args is None else args)
         # Look for foreign options first, because argparse would parse -hostfile as -h and -iface as -i.
         parsed, rest = None, self._foreign(words)
@@ -46,7 +46,7 @@ class Parser(argparse.ArgumentParser):
         return parsed, rest
 
     def _foreign(self, words: Sequence[str]) -> list[str]:
-        """Return options before the command that belong to other launchers or have the wrong dashes."""
+        """Return options of other launchers, or with the wrong dashes, that precede the command."""
         known, foreign, values = self._option_string_actions, list[str](), 0
         has_command = any(action.nargs in _COMMAND for action in self._get_positional_actions())
         for word in words:
@@ -66,13 +66,13 @@ class Parser(argparse.ArgumentParser):
         return foreign
 
     def _own(self, option: str) -> str:
-        """Return this parser's option that differs only in its dashes, "" if there is none."""
+        """Return this parser's option that differs from ``option`` only in dashes, or "" if there is none."""
         bare = _plain(option).replace("-", "")
         same = (name for name in self._option_string_actions if _plain(name).replace("-", "") == bare)
         return next(same, "") if len(bare) > 1 else ""
 
     def _hint(self, option: str) -> str:
-        """Return a suggestion for replacing an unknown option, "" if there is none."""
+        """Return a suggestion for replacing an unknown option, or "" if there is none."""
         known = self._option_string_actions
         if not (meant := self._own(option)) and (text := answer(_plain(option), known)):
             return text
@@ -106,7 +106,7 @@ def rank_count(text: str) -> int:
     try:
         return int(text.removeprefix("p"))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text} is not a number of ranks") from None
+        raise argparse.ArgumentTypeError(f"{text} is not a valid number of ranks") from None
 
 
 def at_least(kind: Callable[[str], T], least: float, below: float = math.inf) -> Callable[[str], T]:

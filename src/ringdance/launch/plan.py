@@ -49,7 +49,7 @@ class Plan:
     """Everything needed to start a job.
 
     Attributes:
-        spec: The job. The path of its command's program is resolved.
+        spec: The job, with the path of its program resolved.
         ranks: Number of ranks.
         hosts: Hosts with their ranks, in host-major order as in Horovod.
         environment: Variables set for the ranks. They override the launcher's variables.
@@ -83,7 +83,7 @@ class Plan:
         return not all(host.local for host in self.hosts)
 
     def host_of(self, called: str) -> Host | None:
-        """Return the host that mpiexec refers to by this name."""
+        """Return the host that mpiexec refers to by the name ``called``."""
         return next((host for n, host in enumerate(self.hosts) if host_label(host, n) == called), None)
 
     def named(self, name: str) -> str:
@@ -92,7 +92,7 @@ class Plan:
         return f"host {name} ({ranks_text(ranks)})" if ranks else name
 
     def argv(self, bases: Sequence[str] = ("BASE",), job: str = "JOB", shim: str = RSH_SHIM) -> list[str]:
-        """Return the full command line. The defaults are placeholders for values known once the job runs."""
+        """Return the full command line. The defaults are placeholders for values known only at run time."""
         mpiexec = [word.replace(RSH_SHIM, shim) for word in self.mpiexec]
         named = os.pathsep.join(bases)
         rank = rank_line(named, job) if self.paths_differ else bare_command("agent.rank", named, job)
@@ -109,7 +109,7 @@ class Plan:
         return self.environ(hidden | forwarded(own, self.spec.forward))
 
     def describe(self, own: Mapping[str, str] | None = None) -> str:
-        """Describe in readable form what would be started. ``own`` is the launcher's environment."""
+        """Describe what would be started, for display. ``own`` is the launcher's environment."""
         spec = self.spec
         rows = [("host", "slots", "ranks", "cores", "devices", "network")]
         for host in self.hosts:
@@ -160,8 +160,8 @@ def build_plan(
     """Build the plan for a job. Pure: the result depends only on the arguments.
 
     Args:
-        spec: The job. Its number of ranks and its program's path must be known. Without hosts, it runs on
-            this machine.
+        spec: The job, with its number of ranks and the path of its program resolved. If it has no hosts, it
+            runs on this machine.
         mpi: The MPI library to launch with.
         cores: Number of cores that this process may use.
         environ: The launcher's environment.
@@ -221,9 +221,9 @@ def _variables(
     spec: JobSpec, environ: Mapping[str, str], hosts: Sequence[Host], cores: int, master: str,
     extra: Mapping[str, str],
 ) -> tuple[dict[str, str], dict[str, str], int | None]:  # fmt: skip
-    """Return the user's variables for all ranks, our variables, and the threads per rank.
+    """Return the user's variables for all ranks, our variables, and the number of threads per rank.
 
-    The number of threads is None if the user sets it.
+    The number of threads is None if the user has set it.
 
     Args:
         spec: The job.
@@ -250,7 +250,7 @@ def _variables(
 
 
 def _removed(environ: Mapping[str, str]) -> list[str]:
-    """Return variables to remove, so that mpiexec in another MPI job is not taken for a rank of that job."""
+    """Return the variables to remove, so that mpiexec is not mistaken for a rank of an enclosing MPI job."""
     prefixes = (*_OF_A_RANK, *_OF_A_SCHEDULER, *(["MASTER_PORT"] if MARKER in environ else []))
     names = (name for name in environ if not name.startswith("PMIX_MCA_"))  # the user's settings
     return sorted(name for name in names if name.startswith(prefixes))
@@ -266,7 +266,7 @@ def _short_of_memory(hosts: Sequence[Host], facts: Mapping[str, HostFacts], mpi:
     """Return warnings about hosts whose /dev/shm has too little space for the MPI library.
 
     With Open MPI, ranks exit unless a 16 MiB file would fit, although they use at most 1 MiB of it. With
-    MPICH, ranks get SIGBUS, no matter which of its components are disabled.
+    MPICH, ranks receive SIGBUS, no matter which MPICH components are disabled.
     """
     warnings = []
     for host in hosts:
@@ -297,7 +297,7 @@ def _informed(host: Host, facts: Mapping[str, HostFacts], networks: Networks, co
 
 
 def _master_address(host: Host, facts: Mapping[str, HostFacts], networks: Networks) -> str:
-    """Return the address of rank 0's host for torch.distributed: in a shared network, or else its name."""
+    """Return rank 0's host for torch.distributed: its address in a shared network, or else its name."""
     known = facts.get(host.name)
     for net, (interface, address) in addresses(known).items() if known else ():
         if net in networks.include or interface in networks.include:

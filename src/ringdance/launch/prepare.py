@@ -70,7 +70,7 @@ def prepare(
     Args:
         spec: The job.
         log: Called with messages about what the launcher is waiting for.
-        connect: Starts the agents, like ``remote.connect.connect()``.
+        connect: Starts the agents. Has the parameters of ``remote.connect.connect()``.
         local: Host names that refer to this machine. By default, determined from their addresses.
 
     Raises:
@@ -115,7 +115,7 @@ def _exports(spec: JobSpec, rank_0_here: bool) -> dict[str, str]:
         for name in (_RECORDS, METRICS_DIR):
             if name not in os.environ:
                 exports.setdefault(name, os.path.abspath(spec.output_directory))
-    if spec.timeline:  # rank 0 writes it; if on another host, the agent sends it
+    if spec.timeline:  # rank 0 writes it; if rank 0 runs on another host, the agent there sends it
         ending = os.path.splitext(spec.timeline)[1].lstrip(".") or "json"
         there = f"{OWN_DIRECTORY}/{TIMELINE}{ending}"
         exports["RINGDANCE_TIMELINE"] = os.path.abspath(spec.timeline) if rank_0_here else there

@@ -42,8 +42,8 @@ class Rank:
 class RankTable:
     """All ranks in a job. Once a rank has connected, it can be looked up by its number.
 
-    The cost of a message, and of each iteration of the job's event loop, is independent of the number of
-    ranks.
+    The cost of handling a message, and of each iteration of the job's event loop, does not depend on the
+    number of ranks.
 
     Args:
         prepared: Defines the expected ranks, their hosts, and the style of their output.
@@ -93,7 +93,7 @@ class RankTable:
         return ""
 
     def write(self, link: RankLink, which: int, data: bytes) -> None:
-        """Process a rank's output on stdout (0) or stderr (1). Empty data mean that the stream is closed."""
+        """Process a rank's output on stdout (0) or stderr (1). Empty data means that the stream is closed."""
         rank = self.of(link)
         if rank and data:
             rank.streams[which].feed(data)
@@ -173,7 +173,7 @@ class RankTable:
         return waiting
 
     def ended_by_mpiexec(self, numbers: Sequence[int]) -> list[float]:
-        """Return the end times of the ranks in ``numbers`` that mpiexec ended."""
+        """Return the exit times of the ranks in ``numbers`` that mpiexec ended."""
         ends = (self._ranks[number].ended for number in numbers if number in self._ranks)
         return [end.time for end in ends if end and end.by_mpiexec]
 

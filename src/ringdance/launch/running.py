@@ -33,11 +33,11 @@ _MPIEXEC_EXITED_S = 0.3  # the ranks' reports may still be unread in the sockets
 _RANK_FAILED_S = 1.0
 _RANK_KILLED_S = 0.5  # this rank cannot have reported why it ended
 _OVER_S = 3.0  # for mpiexec to exit; it sometimes hangs
-_OVER_LATE_S = 0.05  # the same, but after a failure or the end of mpiexec, or while the job was stopping
-_STOP_S = 0.8  # from a signal until the launcher says how long it will wait for the ranks
+_OVER_LATE_S = 0.05  # the same, but after a failure, after mpiexec has exited, or while the job is stopping
+_STOP_S = 0.8  # from a signal until the user is told how long the ranks have to exit
 _TERM_S = 0.2  # from SIGTERM after a failure until the ranks are killed
 
-_OWN_FAILURE_S = 1.0  # for a running rank that has reported its own failure; its exit code becomes the job's
+_OWN_FAILURE_S = 1.0  # for a rank to exit after reporting its own failure; its exit code becomes the job's
 _CAUSE_S = 1.0  # for another host to report the failure that the known failures follow from
 _AGAIN_S = 0.05  # until the launcher checks again whether it must wait for a host
 
@@ -50,7 +50,7 @@ class RunningJob:
         place: The job's ID and directory.
         local: The agent on this host, which ends with the job.
         screen: Destination of the ranks' output.
-        signals: The launcher's signals.
+        signals: Signals received by the launcher.
         output: Receives files from other hosts.
         results: Receives the ranks' results if all complete. None if not needed.
     """
@@ -84,7 +84,7 @@ class RunningJob:
         self._outside: list[Cause] = []  # failures outside the ranks
 
     def run(self, files: Mapping[str, bytes]) -> Verdict | int:
-        """Run the job to its end, with ``files`` in its directory on every host. See ``Job.run()``."""
+        """Run the job to completion, with ``files`` in its directory on every host. See ``Job.run()``."""
         messages = job_messages(self._plan, self._place, self._prepared.needed, self._spec.output_directory)
         self._agents.begin(*messages, files)
         while self._stage.state is not State.DONE:
@@ -100,7 +100,7 @@ class RunningJob:
     # --- the loop ------------------------------------------------------------------------------
 
     def _step(self) -> None:
-        # After the state RUNNING, tracebacks are held back until the job has ended.
+        # Once the job has left the state RUNNING, tracebacks are held back until it has ended.
         due = self._ranks.show_due() if self._stage.state is State.RUNNING else math.inf
         due = min(due, self._stage.deadline)
         again = self._agents.check(self._stage.state not in WELL and not self._shutdown.signal)
@@ -113,7 +113,7 @@ class RunningJob:
             self._expire()
 
     def _handle(self, event: Event, seconds: float = math.inf) -> None:
-        """Apply an event to the state table (``Stage.follow()``), and act on entering a new state."""
+        """Apply an event to the state table (``Stage.follow()``), and perform the actions for a new state."""
         if not self._stage.follow(event, seconds):
             return
         state = self._stage.state
@@ -131,7 +131,7 @@ class RunningJob:
             self._agents.clean_local(not self._ranks.completed)
 
     def _expire(self) -> None:
-        """Extend the deadline, which has passed, or act on it."""
+        """Handle a deadline that has passed: extend it, or take action."""
         extension = self._extension()
         self._stage.deadline = time.monotonic() + extension if extension > 0 else math.inf
         if extension > 0:
@@ -177,7 +177,7 @@ class RunningJob:
         return time.monotonic() < self._cause_awaited_until
 
     def _grace_left(self) -> float:
-        """Return the seconds that ranks still have to exit after a signal, and tell the user."""
+        """Return the seconds that ranks still have to exit after a signal, and announce the time limit."""
         left = self._shutdown.kill_at - time.monotonic()
         if left <= 0 or self._ranks.idle:
             return 0.0
@@ -311,7 +311,7 @@ class RunningJob:
             self._screen.show(text)
 
     def _fail(self, message: str, code: int = 1, kind: str = "launcher", when: float = 0.0) -> None:
-        """Record a failure outside the ranks."""
+        """Record a failure that did not occur in a rank."""
         at = when or time.time()
         self._outside.append(Cause(None, os.uname().nodename, os.getpid(), at, kind, message, code=code or 1))
         self._handle(Event.FAILURE, _FAILED_S)

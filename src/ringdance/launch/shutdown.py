@@ -1,4 +1,4 @@
-"""How long ranks may keep running after signals to the launcher."""
+"""Decide how long ranks may keep running after the launcher has received signals."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Shutdown:
         self.caused_failures = True
 
     def add(self, number: int, latest: float, caused_failures: bool) -> None:
-        """Record a signal. The first gives ranks until ``latest`` at most. A later SIGINT ends their time."""
+        """Record a signal. The first gives ranks time until ``latest`` at most. A later SIGINT ends it."""
         now = time.monotonic()
         if not self.signal:
             self.signal, self.came, self.caused_failures = number, now, caused_failures
@@ -54,9 +54,9 @@ class Shutdown:
         return text
 
     def sigterm(self) -> dict[str, Any]:
-        """Build the message that asks a rank to exit, but delays its report to mpiexec.
+        """Build the message that makes a wrapper ask its rank to exit, but delay its report to mpiexec.
 
-        On learning that a rank has exited, mpiexec would end the others.
+        mpiexec would end the other ranks as soon as it learned that one has exited.
         """
         stay = max(self.kill_at - time.monotonic(), 0.0) + _STAY_S
         return {"signal": int(signal.SIGTERM), "after": _SAME_S if self.signal else 0.0, "stay": stay}

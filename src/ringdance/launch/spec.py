@@ -42,14 +42,14 @@ class JobSpec:
         source: Where ``hosts`` were specified, for display.
         shell: How to reach other hosts, unless a scheduler defines it.
         interfaces: Names of the network interfaces to use. If empty, use the ones that connect all hosts.
-        chdir: Working directory of the ranks, used on this host only if it exists. "" means the launcher's.
+        chdir: Working directory of the ranks, used on this host only if it exists. Default: the launcher's.
         check: If True, query other hosts before planning. Required to start the job.
         exports: Variables to set for the ranks.
         forward: If True, ranks on other hosts get the launcher's variables, otherwise only settings.
         style: Format of the ranks' output lines.
-        output_directory: Directory for a copy of each rank's output, or "".
-        timeline: File for a timeline of all ranks, or "".
-        start_timeout: Seconds for all hosts to answer, and again for all ranks to start.
+        output_directory: Directory for a copy of each rank's output, if any.
+        timeline: File for a timeline of all ranks, if any.
+        start_timeout: Time limit in seconds, both for all hosts to answer and then for all ranks to start.
         heartbeat_timeout: Seconds without a heartbeat after which a host is considered lost.
         grace: Seconds that ranks have to exit after a signal to the launcher. A second SIGINT ends them
             immediately.
@@ -82,7 +82,8 @@ class JobSpec:
         """Fill in hosts and ranks from the scheduler's allocation, if there is one.
 
         Raises:
-            LaunchError: Neither the hosts nor the number of ranks are known.
+            LaunchError: A time limit is invalid, the allocation cannot be used, or the number of ranks is
+                unknown.
         """
         if not self.start_timeout > 0:
             raise LaunchError(f"--start-timeout {self.start_timeout:g}: it must be more than 0 seconds")
@@ -134,10 +135,10 @@ def check_machine() -> None:
 
 
 def parse_exports(texts: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
-    """Parse ``NAME=VALUE``, or ``NAME`` for its value in ``environ``.
+    """Parse texts of the form ``NAME=VALUE``, or ``NAME``, whose value is taken from ``environ``.
 
     Raises:
-        CommandError: A name is empty, or ``NAME`` without a value is not set in ``environ``.
+        CommandError: A name is empty or contains a comma, or the value of ``NAME`` is not in ``environ``.
     """
     exports = {}
     for text in texts:
@@ -154,7 +155,7 @@ def resolve_command(command: Sequence[str], directory: str = "") -> list[str]:
 
     Args:
         command: The program and its arguments.
-        directory: The ranks' working directory, "" for the current one. The Python script is not
+        directory: Working directory of the ranks. Default: the current directory. The Python script is not
             checked if this directory exists only on other hosts.
 
     Raises:

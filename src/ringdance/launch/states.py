@@ -12,7 +12,7 @@ class State(Enum):
     """The states of a job. ``TRANSITIONS`` defines how a job moves from one to the next."""
 
     PREPARING = auto()  # agents create the job's directories
-    STARTING = auto()  # mpiexec runs, but not all ranks do
+    STARTING = auto()  # mpiexec is running, but some ranks have not started
     RUNNING = auto()  # all ranks have started
     FAILED = auto()  # something has failed; the other ranks have a moment to report their view
     ENDED = auto()  # all ranks have exited; mpiexec may still be running
@@ -48,7 +48,7 @@ TRANSITIONS: Mapping[State, Mapping[Event, State]] = {
     _S.CLEANING_LOCAL: {_E.CLEAN: _S.DONE},
     _S.DONE: {},
 }
-"""The next state by state and event. Other events change nothing. LOST leads from any state to DONE.
+"""The next state by state and event. Other events are ignored, except that LOST always leads to DONE.
 
 An event that does not change the state may still move its deadline forward.
 """
@@ -62,7 +62,7 @@ ENDING = (_S.STOPPING, *CLEANING)
 
 
 class Stage:
-    """A job's state and its deadline, which follow the tables.
+    """A job's state and its deadline, updated according to the tables above.
 
     Args:
         start_timeout: Seconds for all ranks to start.

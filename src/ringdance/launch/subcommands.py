@@ -16,7 +16,7 @@ class Subcommand(NamedTuple):
         run: Runs it and returns the exit code.
         help: Describes it in one line.
         add_arguments: Adds its arguments to a parser.
-        epilog: End of its help, such as examples.
+        epilog: Text at the end of its help, such as examples.
     """
 
     run: Callable[[argparse.Namespace], int]
@@ -35,7 +35,7 @@ def run(
         description: Purpose of the command.
         subcommands: Subcommands by name.
         argv: The words after ``prog``.
-        epilog: End of the command's help.
+        epilog: Text at the end of the command's help.
     """
 
     def action() -> int:

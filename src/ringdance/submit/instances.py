@@ -1,4 +1,4 @@
-"""Machine types with their prices. The data are dated, and are validated when they are read."""
+"""Machine types and their prices. Each price has a date, and the data is validated when it is read."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ class Instance:
     """A machine type.
 
     Attributes:
-        cores: Physical cores.
-        gbits: Advertised network bandwidth, Gbit/s.
+        cores: Number of physical cores.
+        gbits: Advertised network bandwidth in Gbit/s.
         gpus: Number of GPUs per machine, 0 for training on CPUs.
         gpu: GPU model.
         nvlink: Bandwidth in GB/s from one GPU to the others in the machine. 0 if there is only PCI Express.
         rdma: True if GPUs use the network without TCP.
-        tcp_gbits: Maximum bandwidth of NCCL over TCP, Gbit/s. NCCL uses one socket and one thread per
-            connection, unless NCCL_SOCKET_NTHREADS and NCCL_NSOCKS_PERTHREAD are set. A fitted value, see
-            docs/howto/troubleshooting/plan.md.
-        price: US dollars per hour, None if not known.
+        tcp_gbits: Maximum bandwidth of NCCL over TCP in Gbit/s. NCCL uses one socket and one thread per
+            connection, unless NCCL_SOCKET_NTHREADS and NCCL_NSOCKS_PERTHREAD are set. The default is a fitted
+            value, see docs/howto/troubleshooting/plan.md.
+        price: US dollars per hour, None if unknown.
         as_of: Date of the price.
     """
 
@@ -71,13 +71,13 @@ def instance(name: str) -> Instance:
 
 @cache
 def instances() -> dict[str, Instance]:
-    """Return the machine types that are described in the package."""
+    """Return the machine types that are built into the package, by name."""
     tables = parsed(_FILE)
     return {name: _instance(name, tables[name], str(_FILE)) for name in tables if name != "gpus"}
 
 
 def gpus_of(kind: str) -> int | None:
-    """Return the number of GPUs of an EC2 instance type. None if unknown, or if it has other accelerators."""
+    """Return the number of GPUs in an EC2 instance type, None if unknown or if it has other accelerators."""
     if kind in instances():
         return instances()[kind].gpus
     return parsed(_FILE)["gpus"].get(kind, 0 if re.match(r"[cmrt]\d", kind) else None)

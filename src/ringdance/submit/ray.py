@@ -44,16 +44,16 @@ class RayExecutor:
         settings: The result of ``create_settings``.
         num_workers: Number of ranks, packed onto as few nodes as possible.
         num_hosts: Number of nodes, each with ``num_workers_per_host`` ranks. Replaces ``num_workers``.
-        num_workers_per_host: Ranks on each node. Used with ``num_hosts``.
-        cpus_per_worker: Cores for each rank.
+        num_workers_per_host: Number of ranks on each node. Used with ``num_hosts``.
+        cpus_per_worker: Number of cores for each rank.
         use_gpu: If True, allocate GPUs for the ranks.
-        gpus_per_worker: GPUs for each rank. Default: 1.
+        gpus_per_worker: Number of GPUs for each rank. Default: 1.
         use_current_placement_group: If True and the caller runs in a placement group, use its bundles.
         min_workers, max_workers, reset_limit, cooldown_range, elastic_timeout, override_discovery: Options
             for elastic training, which Ringdance does not support on Ray.
 
     Raises:
-        ValueError: Some arguments are mutually exclusive.
+        ValueError: Arguments are missing, invalid or mutually exclusive.
         NotImplementedError: ``min_workers`` is set.
         LaunchError: Ray is not installed.
     """
@@ -106,7 +106,7 @@ class RayExecutor:
         placement_group_timeout_s: float = 100,
         nics: Any = None,
     ) -> RaySettings:
-        """Create the settings for an executor. The ssh parameters have no effect, because ssh is not used.
+        """Create the settings for an executor. The parameters for ssh have no effect: ssh is not used.
 
         Args:
             timeout_s: Seconds within which all ranks must start.
@@ -267,15 +267,15 @@ class RayExecutor:
     def run_remote(
         self, fn: Callable[..., Any], args: _Args = None, kwargs: _Kwargs = None, callbacks: Any = None
     ) -> list[Any]:
-        """Like ``run``, but return immediately with Ray object references to the results, in rank order."""
+        """Like ``run``, but immediately return Ray object references to the results, in rank order."""
         return self._all("run", _pack(fn, args, kwargs))
 
     def execute(self, fn: Callable[[Any], Any], callbacks: Any = None) -> list[Any]:
-        """Call ``fn`` on all ranks, each with its instance from ``start()``, and return the results."""
+        """Call ``fn(instance)`` on all ranks, each with its instance from ``start()``. Return the results."""
         return self._wait(self._all("execute", _pack(fn)))
 
     def execute_single(self, fn: Callable[[Any], Any]) -> Any:
-        """Call ``fn`` on rank 0 only, with its instance, and return the result."""
+        """Call ``fn(instance)`` only on rank 0, with its instance from ``start()``. Return the result."""
         return self._wait([self._call(0, "execute", _pack(fn))])[0]
 
     def shutdown(self) -> None:
@@ -303,7 +303,7 @@ def _pack(fn: Callable[..., Any], args: _Args = None, kwargs: _Kwargs = None) ->
 
 
 def _fitting(bundles: Sequence[Mapping[str, float]], needs: Sequence[Mapping[str, float]]) -> list[int]:
-    """Choose a bundle in the placement group for each entry in ``needs``. Returns the bundles' indices.
+    """Choose a bundle in the placement group for each entry in ``needs``. Return the bundle indices.
 
     Raises:
         LaunchError: There are too few bundles, or they are too small.

@@ -36,7 +36,7 @@ _VERDICT_S = 6.0  # time within which a job ends after losing a rank
 
 
 class Node:
-    """An actor that holds the resources for some ranks. A machine's first actor serves all ranks there."""
+    """An actor that holds the resources for some ranks. The first actor on a machine serves all its ranks."""
 
     def __init__(self) -> None:
         self._ranks: dict[int, tuple[Connection[Any, Any], threading.Lock]] = {}
@@ -134,7 +134,7 @@ class Node:
         return next((f": {cause.message}" for cause in causes if cause.rank == rank), "")
 
     def close(self, seconds: float) -> None:
-        """Close the connections, so that this machine's ranks exit. Wait for a job that is running here."""
+        """Close the connections, so that this machine's ranks exit. If the job runs here, await its end."""
         for connection, _ in self._ranks.values():
             connection.close()
         if self._outcome is None:
@@ -142,7 +142,7 @@ class Node:
 
 
 def _connect(hosts: Sequence[str], peers: Mapping[str, Any], ip: str) -> list[Remote]:
-    """Let the actors on other machines start agents, and accept their connections.
+    """Let the actors on other machines start agents, and accept the agents' connections.
 
     Raises:
         LaunchError: An agent does not connect.

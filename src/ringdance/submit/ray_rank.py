@@ -1,9 +1,9 @@
 """A rank in a job on Ray. It receives calls from the actor on its machine and executes them one at a time.
 
-``python -m ringdance.submit.ray_rank`` listens in the job's directory. The actor's first message is
-``{"environ", "path", "directory"}``. Each later message is ``{"kind", "call"}`` with a pickled function and
-its arguments. The answer is a pickle of ``{"value"}`` or ``{"error", "traceback"}``. The rank exits when the
-connection closes.
+``python -m ringdance.submit.ray_rank`` listens on a socket in the job's directory. All messages are dicts.
+The actor's first message has the keys "environ", "path" and "directory". Each later message has "kind" and
+"call", a pickled function with its arguments. The answer, which is pickled, has either "value", or "error"
+and "traceback". The rank exits when the connection closes.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ def test_silence_is_shown_and_ends_a_job_only_later(monkeypatch: pytest.MonkeyPa
     if failed:
         assert during(0.3) == ["node2 lost: no heartbeat for 0.2 s (host or network down)"]
         return
-    shown = "node2: no heartbeat for 0.2 s. After 0.8 s (--host-timeout), the host counts as lost"
+    shown = "node2: no heartbeat for 0.2 s. After 0.8 s (--host-timeout), the host is considered lost"
     assert during(0.3) == [shown]
     there.send({"pong": True})
     assert during(0.1) == [shown, "node2: heartbeats have resumed after 0 s"]

@@ -10,8 +10,8 @@ from horovod.runner.options import parse_args
 from ringdance.launch.spec import refuse_launcher, resolve_command
 from ringdance.tools.cli import main
 
-HOSTS, ALL = "write -H h1:4,h2:4, the hosts and their slots", "write -np N, the number of ranks on all hosts"
-EACH, MPIRUN = "write -np N, the number of ranks on all hosts together, or -H", "use `ringdance mpirun`"
+HOSTS, ALL = "write -H h1:4,h2:4, the hosts and their slots", "write -np N, the total number of ranks"
+EACH, MPIRUN = "write -np N, the total number of ranks on all hosts, or -H", "use `ringdance mpirun`"
 OUT = "remove it: this command, run on one host"
 SETTING, ELASTIC = "write -x NAME=VALUE; `ringdance settings`", "remove it: the number of ranks (-np N) and"
 RUN = {

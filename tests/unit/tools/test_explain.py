@@ -42,4 +42,4 @@ def test_ranks_that_end_while_they_are_looked_at_are_left_out(monkeypatch: pytes
 def test_another_host_is_asked_through_its_agent(capsys: pytest.CaptureFixture[str]) -> None:
     assert explain.main(["00000000", "-H", "localhost"]) == 2
     (line,) = capsys.readouterr().err.splitlines()  # no complaint about the host's answer
-    assert line.startswith("ringdance explain: no job in the background matches 00000000")
+    assert line.startswith("ringdance explain: no background job matches 00000000")

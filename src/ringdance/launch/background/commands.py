@@ -51,13 +51,13 @@ _COMMANDS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
         {"type": float, "metavar": "S", "help": "seconds until SIGKILL (default: the job's --grace, or 30)"},
     ),
 }
-"""By name: description, epilog, and the only option besides JOB, or ""."""
+"""By name: description, epilog, and the command's option other than JOB, if any, with its arguments."""
 
 
 def _run(name: str, command: Callable[[argparse.Namespace], int], argv: Sequence[str]) -> int:
     description, epilog, option, details = _COMMANDS[name]
     parser = Parser(prog=f"ringdance {name}", description=description, epilog=epilog)
-    parser.add_argument("job", metavar="JOB", nargs="?", default="", help="job ID, or its first digits")
+    parser.add_argument("job", metavar="JOB", nargs="?", default="", help="job ID or a unique prefix of it")
     if option:
         parser.add_argument(option, **details)
     return as_program(f"ringdance {name}", lambda: command(parser.parse_args(list(argv))))

@@ -27,7 +27,7 @@ GRACE_S = 3600.0
 
 
 def start(spec: JobSpec, check: Check, log: Log) -> int:
-    """Start a job in the background, print its name, and return the exit code.
+    """Start a job in the background, print its ID, and return the exit code.
 
     Args:
         spec: The job.
@@ -56,7 +56,7 @@ def start(spec: JobSpec, check: Check, log: Log) -> int:
 
 
 def _background(spec: JobSpec, check: Check, log: Log, pipe: int) -> int:
-    """Run the job in the child, write its name to the pipe, and return its exit code."""
+    """Run the job in the child process, write its ID to the pipe, and return its exit code."""
     prepared = prepare(replace(spec, grace=max(spec.grace, GRACE_S)), log)
     try:
         check(prepared, log)

@@ -100,7 +100,7 @@ class Record:
         return _load(self.directory) or self
 
     def write(self) -> None:
-        """Write the record atomically, or if the disk is full, overwrite the existing record in place."""
+        """Write the record atomically. If that fails, as on a full disk, overwrite the existing record."""
         path, text = self.directory / "job.json", json.dumps(asdict(self)).ljust(_SIZE)
         try:
             with whole_text(path) as file:
@@ -214,7 +214,7 @@ def find(name: str = "") -> Record:
     if len(matching) > 1:
         raise LaunchError(f"{name} matches jobs {' and '.join(r.short for r in matching)}. Give more digits")
     if not matching:
-        raise LaunchError(f"no job in the background matches {name}; `ringdance status` shows all jobs")
+        raise LaunchError(f"no background job matches {name}; `ringdance status` shows all jobs")
     return matching[0]
 
 

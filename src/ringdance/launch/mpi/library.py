@@ -52,7 +52,7 @@ class Mpi:
         family: "openmpi", "mpich" or "intel".
         mpiexec: Absolute path of the library's mpiexec.
         source: How the library was found, for messages.
-        major: First number of its version, 0 if unknown.
+        major: Major version of the library, 0 if unknown.
     """
 
     family: str
@@ -66,7 +66,7 @@ def find_mpi() -> Mpi:
     """Return the MPI to launch with.
 
     Raises:
-        LaunchError: mpi4py, an MPI library or its mpiexec is missing. Says what to install.
+        LaunchError: mpi4py, an MPI library or its mpiexec is missing. The message says what to install.
     """
     built_for, wheels = mpi4py_variants(), _installed_wheels()
     if not built_for:
@@ -109,7 +109,7 @@ def _installed_wheels() -> list[Mpi]:
 
 
 def _probe(wheels: list[Mpi]) -> Mpi:
-    """Ask mpi4py itself, in a separate process."""
+    """Find out which MPI library mpi4py loads, by loading mpi4py in a separate process."""
     code, output, errors = linux.run([sys.executable, "-c", _PROBE], 3 * _ANSWER_S)
     if code or not output:
         last = (errors.strip().splitlines() or ["no message"])[-1]
@@ -132,7 +132,7 @@ def _probe(wheels: list[Mpi]) -> Mpi:
     problem = f"mpi4py loads {version!r}{where}, but no mpiexec of {family} {major or ''} was found"
     if refused:
         others = "; ".join(f"{path}: {why}" for path, why in refused.items())
-        problem += f". Other mpiexecs cannot start its ranks ({others}). Put the library's first in PATH"
+        problem += f". Other mpiexecs cannot start its ranks ({others}). Put a matching mpiexec first in PATH"
     raise _missing(problem, _WHEELS[family])
 
 
@@ -149,7 +149,7 @@ def family_of(version: str) -> str | None:
 def _mpiexecs_beside(library: str) -> list[str]:
     """Return ``PREFIX/bin/mpiexec`` for a library in ``PREFIX/lib``.
 
-    Skip the system's prefix, where the alternatives system may link mpiexec to another library.
+    The system's prefix is skipped, because the alternatives system may link its mpiexec to another library.
     """
     if not library or library.startswith(("/usr/lib", "/lib")):
         return []
@@ -165,7 +165,7 @@ def _mpiexecs_in_path(family: str) -> Iterator[str]:
 
 
 def _refusal(mpiexec: str, family: str, major: int) -> str:
-    """Return why an mpiexec cannot start ranks that use the library, "" if it can."""
+    """Return the reason why an mpiexec cannot start ranks that use the library, or "" if it can."""
     code, output, errors = linux.run([mpiexec, "--version"], _ANSWER_S)
     printed = output + errors
     if family_of(printed) == family and major in (0, _major(printed) or major):

@@ -1,8 +1,8 @@
-"""Translate command lines written for Open MPI 4's ``mpirun`` for the launcher.
+"""Translate command lines written for Open MPI 4's ``mpirun`` into options for the launcher.
 
 Batch scripts and SageMaker's toolkit contain such command lines. Open MPI 5 rejects some of the options, and
-other MPI libraries reject nearly all of them. First, old spellings are replaced by those of Open MPI 5. Then
-each option is either translated to an option for ``ringdance run`` or passed on to mpiexec.
+other MPI libraries reject nearly all of them. First, old spellings are replaced by the ones in Open MPI 5.
+Then each option is either translated to an option for ``ringdance run`` or passed on to mpiexec.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SPELLINGS = {
     "v": "verbose", "d": "verbose", "debug-daemons": "verbose", "do-not-launch": "dry-run", "h": "help",
     "V": "version",
 }  # fmt: skip
-"""Older options, and their spelling in Open MPI 5; {} is a value."""
+"""Older options, and their spelling in Open MPI 5. {} stands for a value."""
 
 _PASSED_ON = ("prtemca", "pmixmca", "with-ft", "cpu-set", "report-bindings", "use-hwthread-cpus")
 _NO_EFFECT = {
@@ -44,10 +44,10 @@ _NO_EFFECT = {
     "merge-stderr-to-stdout": "the two streams stay separate",
     "enable-recovery": "a rank that fails ends the job",
 }
-"""Options without effect that users may miss, and the reason."""
+"""Options whose effect users may miss, and why they have none."""
 
 _REFUSED = {
-    "path": "pass the whole path of the program, or set PATH",
+    "path": "pass the full path of the program, or set PATH",
     "stdin": "only rank 0 reads stdin. Let it broadcast its input, or let all ranks read a file",
     **dict.fromkeys(("map-by", "rank-by"), "specify ranks per host with -N, and their cores with --bind-to"),
 }
@@ -92,10 +92,10 @@ class MpirunLine:
         options: Options for ``ringdance run``, except ranks and hosts.
         ssh: Further arguments for ssh.
         mpi: Options for mpiexec, in Open MPI 5's spelling.
-        cwd: Working directory of the ranks, or "".
+        cwd: Working directory of the ranks, if set.
         flags: "spread" (place ranks on the hosts round-robin), "oversubscribe", "tag" and "timestamp" (prefix
             output lines), "display" (show the plan), "closed" (no rank reads stdin), "help", "version".
-        bound: Hardware unit to which ranks are bound, or "".
+        bound: Hardware unit to which ranks are bound, if set.
         notes: Warnings for the user.
         command: The program and its arguments.
     """

@@ -14,7 +14,7 @@ RSH_SHIM = "RSH_SHIM"
 """Placeholder for the program that mpiexec runs as ssh. Its path is known only once the job exists."""
 
 MACHINE_FILE = f"{RSH_SHIM}.machines"
-"""Placeholder for the file next to that program with the text of ``machine_file()``."""
+"""Placeholder for the machine file (``machine_file()``), which is in the same directory as that program."""
 
 _OTHER_SCHEDULERS = "^slurm,lsf,pbs,tm,gridengine"
 
@@ -47,7 +47,7 @@ class MpiexecRequest:
     def include(self) -> str:
         """Networks to use, as interface names if these are the same on all hosts, otherwise as subnets.
 
-        Empty for IPv6 subnets: Open MPI does not accept these, and must detect the networks itself.
+        Empty for IPv6 subnets: Open MPI does not accept them and must detect the networks itself.
         """
         if names := same_interfaces(self.hosts):
             return ",".join(names)
@@ -100,7 +100,7 @@ _Options = tuple[list[list[str]], list[str], dict[str, str]]
 
 
 def _openmpi(request: MpiexecRequest) -> _Options:
-    # Always --oversubscribe: mpiexec counts physical cores, regardless of affinity mask and hyperthreads. In
+    # Always --oversubscribe: mpiexec counts physical cores and ignores affinity masks and hyperthreads. In
     # the ranks, its only effect is that idle ranks yield their core, which is desirable anyway.
     fixed = ["--oversubscribe", "--mca", "mpi_yield_when_idle", "1"]
     # The UCX window component prints an error if a shared window is created where UCX's hardware is missing.
@@ -147,8 +147,8 @@ def _openmpi_launch(request: MpiexecRequest) -> list[str]:
     words = ["--host", _host_list(request.hosts, ",")]
     if request.mpi.major == 4:
         # Open MPI 4 would place the first ranks on the local host, wherever it is in the list. So list every
-        # rank on a line in a file. The mapper for such files also opens the default host file, which might
-        # not exist, so name our file as the default.
+        # rank on its own line in a file. The mapper for such files also opens the default host file, which
+        # might not exist, so name our file as the default.
         words = ["--hostfile", MACHINE_FILE, option, "orte_default_hostfile", MACHINE_FILE]
     for name, value in (
         ("plm", remote),
@@ -165,7 +165,7 @@ def _openmpi_launch(request: MpiexecRequest) -> list[str]:
 
 
 def _hydra(request: MpiexecRequest) -> _Options:
-    """Return the options of MPICH and Intel MPI."""
+    """Return the options for MPICH or Intel MPI."""
     intel = request.mpi.family == "intel"
     variables = {"I_MPI_PIN": "0"} if intel and not request.binding else {}
     defaults = [] if intel else [["-bind-to", "none"]]
@@ -175,7 +175,7 @@ def _hydra(request: MpiexecRequest) -> _Options:
         return defaults, [launcher, "fork"], variables | {"UCX_NET_DEVICES": "lo", "FI_TCP_IFACE": "lo"}
     # Ranks inherit the environment of the daemon on their host (-genvnone). Otherwise Hydra would send
     # mpiexec's environment unencrypted.
-    if intel:  # its -hosts does not accept numbers of ranks
+    if intel:  # -hosts of Intel MPI does not accept numbers of ranks
         fixed = [launcher, "ssh", f"{launcher}-exec", RSH_SHIM, "-genvnone", "-machinefile", MACHINE_FILE]
         fixed += ["-v6"] if request.networks.ipv6 else []
     else:

@@ -19,14 +19,14 @@ _OPEN = 200  # maximum number of open files
 
 
 class OutputDirectory:
-    """The directory for ``--output-filename``, including the files that other hosts send for it.
+    """The directory for ``--output-filename``. Also stores the output files that other hosts send.
 
     The directory is locked (see ``_locked()``).
 
     Args:
-        path: Path of the directory, "" for none. It is created, and files from an earlier job are removed.
-        timeline: Path for the timeline, which another host may send.
-        show: Called with a line about any problem.
+        path: Path of the directory, if any. It is created, and files from an earlier job are removed.
+        timeline: Path of the timeline file, which another host may send.
+        show: Called with a line that describes a problem.
 
     Raises:
         LaunchError: The directory cannot be created, or another job holds the lock.

@@ -33,7 +33,7 @@ class Screen:
         self._sinks, self._terminals = (out, err), terminals
         self._begun: dict[int, int] = {}  # by stream: the rank that wrote the unfinished line
         self._bars: dict[tuple[int, int], bytes] = {}  # by rank and stream
-        self._drawn = 0  # number of lines with bars on the terminal, above the cursor
+        self._drawn = 0  # number of progress bars drawn above the cursor
 
     def of(self, stream: int, rank: int = LAUNCHER) -> Sink:
         """Return the sink for a rank's output on a stream: 0 for stdout, 1 for stderr."""
@@ -65,18 +65,18 @@ class Screen:
         self._sinks[stream](erase + b"".join(line + b"\n" for line in [*map(_last, lines), *bars]))
 
     def freeze(self) -> None:
-        """Leave the bars in place, because the ranks have exited."""
+        """Leave the progress bars on the terminal after the ranks have exited."""
         self._bars.clear()
         self._drawn = 0
 
 
 def _last(line: bytes) -> bytes:
-    """Return the part of a line containing carriage returns that remains visible on a terminal."""
+    """Return the text after the last carriage return in a line, which is what a terminal shows."""
     return line.rstrip(b"\r").rpartition(b"\r")[2]
 
 
 def _cut(bar: bytes, columns: int) -> bytes:
-    """Truncate a bar to one line, because text that wraps to the next line could not be erased."""
+    """Truncate a progress bar to one line, because text that wraps to the next line could not be erased."""
     text = _ESCAPES.sub("", bar.decode(errors="replace"))
     return bar if len(text) < columns else text[: columns - 1].encode()
 

@@ -79,14 +79,14 @@ def guarded(name: str, sink: Sink, warn: Sink) -> Sink:
 
 
 class Lines:
-    """Splits a stream into lines that end in a newline or a carriage return, and keeps an unfinished line."""
+    """Splits a stream into lines that end in a newline or a carriage return. Buffers an unfinished line."""
 
     def __init__(self) -> None:
         self._held: list[bytes] = []
         self._size = 0
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Return the complete lines with their ends. More than 8 MiB without a line end count as a line."""
+        """Return the complete lines with their line endings. Over 8 MiB without one also count as a line."""
         # A carriage return at the end of the data may be the first half of "\\r\\n".
         until = len(data) - data.endswith(b"\r")
         cut = max(data.rfind(b"\n", 0, until), data.rfind(b"\r", 0, until)) + 1
@@ -116,7 +116,7 @@ class Style:
         clock: If True, the local time precedes the prefix.
         closes: If True, a newline is appended to an unfinished last line.
         colour: ANSI (SGR) color number for the prefix on the launcher's stream, 0 for none. In a job's
-            style, any other number means that each rank's prefix gets a color.
+            style, any other number means that the prefixes are colored by rank.
         json: If True, each line becomes a JSON object that starts with the prefix.
     """
 
@@ -134,7 +134,7 @@ class Stream:
         sink: Sink for the launcher's stream.
         style: Format of the lines, with placeholders in the prefix already replaced.
         file: File that receives a copy of the output, or None.
-        holds: If True, hold back tracebacks and parse marked lines that report a cause (for stderr).
+        holds: If True, hold back tracebacks and parse marked lines that report a cause. Used for stderr.
         warn: Sink for a warning if the copy cannot be written. Default: ``sink``.
     """
 
@@ -205,11 +205,11 @@ class Stream:
         self.release()
 
     def last_words(self) -> str:
-        """Return the traceback that is being held back, or ""."""
+        """Return the traceback that is being held back, or "" if there is none."""
         return b"".join(self.held).decode(errors="replace").rstrip()
 
     def last_line(self) -> str:
-        """Return the last line that is not blank, or "". Only available if tracebacks are held back."""
+        """Return the last line that is not blank, or "" if there is none. Requires ``holds``."""
         return self._last.decode(errors="replace").strip()
 
     def end(self) -> None:
@@ -231,7 +231,7 @@ def make_streams(
         host: Name of the rank's host.
         sinks: Sinks for the launcher's stdout and stderr.
         style: Format of the lines.
-        directory: Directory for a copy of the output, or "".
+        directory: Directory for a copy of the output, if any.
         ranks: Number of ranks in the job.
         several: True if the job has several hosts.
 
@@ -292,9 +292,9 @@ _KNOWN = re.compile(
 
 
 class MpiexecOutput:
-    """Filters mpiexec's own messages: shows them, but drops its well-known closing messages.
+    """Shows mpiexec's own messages, except for the well-known ones that it prints at the end of a job.
 
-    A message framed by two horizontal rules is kept or dropped as a whole.
+    A message framed by two horizontal rules is shown or dropped as a whole.
     """
 
     def __init__(self, sink: Sink) -> None:

@@ -31,7 +31,7 @@ _AGAIN_S = 1.0  # pause between attempts to reach a host that may still be start
 _TOLD_S = 5.0
 _SOON_S = 0.02
 PIPES = 3
-"""Number of descriptors for each host."""
+"""Number of file descriptors needed for each host."""
 
 _OTHER_FILES = 64  # descriptors for everything else in this process
 _starting = threading.Lock()  # start one process at a time, because a start briefly needs more descriptors
@@ -54,7 +54,7 @@ class Remote:
         silent: True if the user has been told that the host is silent.
         started: True if the agent has been asked to start a program.
         ready: True if the agent has prepared the job.
-        problem: Reason why the preparation failed, or "".
+        problem: Reason why the agent could not prepare the job, if any.
         port: A port that the agent has reserved.
         clean: True if the agent has cleaned up after the job.
         lost: True if the agent has exited or does not answer.
@@ -79,9 +79,10 @@ class Remote:
     behind: float = math.inf
 
     def time_here(self, when: float) -> float:
-        """Convert a time from the other host's clock to this host's. Its message must have just arrived.
+        """Convert a time from the other host's clock to this host's.
 
-        The offset is taken from the message with the shortest delay so far.
+        The message that contains the time must have just arrived. The offset is taken from the message with
+        the shortest delay so far.
         """
         self.behind = min(self.behind, 0.0 if self.local else time.time() - when)
         return when + self.behind
@@ -111,7 +112,7 @@ class Remote:
         return self.wait()
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for the process. Return its exit code.
+        """Wait for the process to exit. Return its exit code.
 
         Raises:
             subprocess.TimeoutExpired: The process is still running.
@@ -200,7 +201,7 @@ def attempt(
                 if thread.is_alive() and missing:
                     left = max(0.0, until - time.monotonic())
                     log(f"waiting up to {left:.0f} s more for {several(missing)}")
-    except BaseException:  # on Ctrl-C, the ssh to a host that hangs would otherwise keep running
+    except BaseException:  # on Ctrl-C, an ssh process for a host that hangs would otherwise run on
         interrupted.set()
         while any(thread.is_alive() for thread in threads):
             for remote in list(started):
@@ -214,7 +215,7 @@ def attempt(
 
 
 def allow_open_files(more: int, what: str) -> None:
-    """Raise this process's limit of open files if needed. Processes started from here inherit it.
+    """Raise this process's limit on open files if needed. Its child processes inherit the limit.
 
     Args:
         more: Number of file descriptors needed in addition to those already open.
@@ -362,7 +363,7 @@ def _why(remote: Remote, program: str, python: str) -> _Problem:
         )
     if "ModuleNotFoundError" in error and (python or "'host'" in error):
         where = "" if python else f" in {package_directory()}"
-        return _Problem(f"{here} there has no ringdance{where}", "Install it there as you did here")
+        return _Problem(f"{here} there has no ringdance{where}", "Install it there in the same way as here")
     if program == "ssh" and code == 255:
         output = remote.errors.decode(errors="replace")
         known = (f"{problem}: {fix}" for pattern, problem, fix in SSH_ADVICE if re.search(pattern, output))

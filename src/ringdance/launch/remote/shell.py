@@ -41,7 +41,7 @@ SSH_ADVICE = (
         "check that the host is up, and read what ssh reports: ssh -v -o BatchMode=yes HOST true",
     ),
 )  # fmt: skip
-"""For messages of ssh: a pattern, the problem and its fix. The first matching entry applies."""
+"""For ssh's error messages: a pattern, the problem and its fix. The first matching entry applies."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class RemoteShell:
     Attributes:
         method: "ssh", or "srun" for the hosts of a Slurm allocation.
         port: Port for ssh, 0 for the port in ssh's configuration.
-        identity: Private key file for ssh, or "".
+        identity: Private key file for ssh, if any.
         arguments: Further arguments for ssh. They override ours.
         start_timeout: Seconds to keep trying hosts that may still be starting, such as pods.
         local: Names that refer to this machine, where programs are started directly.
@@ -68,7 +68,7 @@ class RemoteShell:
 
     @property
     def environ(self) -> dict[str, str]:
-        """Environment for ``command()``."""
+        """Environment in which to run the result of ``command()``."""
         hidden = slurm.of_a_step(os.environ)
         return {name: value for name, value in os.environ.items() if name not in hidden}
 
@@ -93,7 +93,7 @@ class RemoteShell:
 
 @cache
 def _of_new_hosts(arguments: Sequence[str], host: str) -> Sequence[str]:
-    """Return the option that makes ssh accept the key of a new host, unless ssh's settings decide that."""
+    """Return the option that makes ssh accept the key of a new host, unless ssh is configured otherwise."""
     output = linux.run(["ssh", *arguments, "-G", "--", host], 10)[1]
     return ("StrictHostKeyChecking=accept-new",) if "stricthostkeychecking ask" in output.split("\n") else ()
 

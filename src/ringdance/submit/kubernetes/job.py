@@ -38,7 +38,7 @@ class Volume:
 
 
 def parse_volume(text: str) -> Volume:
-    """Parse a volume from the command line: ``KIND:WHAT:PATH``, followed by ``:ro`` if it is read-only.
+    """Parse a volume from the command line: ``KIND:WHAT:PATH``, followed by ``:ro`` for a read-only mount.
 
     Examples: ``pvc:CLAIM:/data``, ``nfs:SERVER:/EXPORT:/data``, ``host:/DIR:/data``, ``secret:NAME:/etc/x``.
 
@@ -90,15 +90,15 @@ class JobRequest:
 
     kind: str = option("job type (default: MPIJob)", "MPIJob", choices=("MPIJob", "TrainJob"))
     name: str = option("name of the job", "train")
-    image: str = option("container image, with ringdance, your packages, ssh and sshd", "")
+    image: str = option("container image that contains ringdance, your packages, ssh and sshd", "")
     workers: int = option("number of worker pods", 2, minimum=1)
-    slots: int | None = option("ranks on each worker (default: one per GPU, or 1)", type=int, minimum=1)
-    gpus: int = option("GPUs on each worker", 0, minimum=0)
-    cpus: str = option("cores on each worker", "", **{**_SIZE, "metavar": "N"})
-    memory: str = option("memory of each worker, such as 32Gi", "", **_SIZE)
+    slots: int | None = option("number of ranks per worker (default: one per GPU, or 1)", type=int, minimum=1)
+    gpus: int = option("number of GPUs per worker", 0, minimum=0)
+    cpus: str = option("number of cores per worker", "", **{**_SIZE, "metavar": "N"})
+    memory: str = option("memory per worker, such as 32Gi", "", **_SIZE)
     shm: str = option("size of /dev/shm, where ranks exchange data", "2Gi", **_SIZE)
     volumes: Sequence[Volume] = option(
-        "pvc:CLAIM:/data, nfs:SERVER:/EXPORT:/data, host:/DIR:/data, secret:NAME:/x",
+        "volume to mount: pvc:CLAIM:/data, nfs:SERVER:/EXPORT:/data, host:/DIR:/data, secret:NAME:/x",
         list, "--volume", metavar="KIND:WHAT:PATH[:ro]",
         convert=lambda texts: [parse_volume(text) for text in texts],
     )  # fmt: skip
@@ -110,7 +110,7 @@ class JobRequest:
         "environment variable for the ranks, from a Secret", dict, metavar="NAME=SECRET/KEY", convert=_secrets
     )
     mpi: str = option("MPI library in the image", "OpenMPI", choices=("OpenMPI", "MPICH", "Intel"))
-    retries: int = option("restarts of the launcher after a failure", 0, minimum=0)
+    retries: int = option("number of times to restart the launcher after a failure", 0, minimum=0)
     limit: int | None = option("stop the job after S seconds (default: no limit)", type=int, metavar="S")
     node_selector: Mapping[str, str] = option(
         "label that the workers' nodes must have", dict, metavar="LABEL=VALUE",

@@ -20,7 +20,7 @@ _KEPT_S = 7 * 86400  # how long a finished job and its log are kept
 _GRACE_S = 60  # longer than the launcher's --grace, after which the launcher still has to clean up
 _WAIT = "while grep -qs host.agent[.]main /proc/[0-9]*/cmdline; do sleep 1; done"
 UNTIL_RANKS_END = ["/bin/sh", "-c", _WAIT]
-"""Command that a deleted worker runs before SIGTERM, which stops ``sshd`` and all processes immediately."""
+"""Command to run in a deleted worker before SIGTERM, which would end ``sshd`` and all ranks immediately."""
 
 
 def manifest(request: JobRequest) -> list[Document]:
@@ -160,7 +160,7 @@ def sshd(directory: str = SSH_DIRECTORY, port: int = SSH_PORT) -> list[str]:
 
 
 def _pod(request: JobRequest, main: Document) -> Document:
-    """Return a pod with the container ``main``, with the image and the volumes but without privileges."""
+    """Return an unprivileged pod with the container ``main``, completed with the image and the volumes."""
     volumes: list[Document] = [{"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": request.shm}}]
     mounts: list[Document] = [{"name": "shm", "mountPath": "/dev/shm"}]
     for number, volume in enumerate(request.volumes):

@@ -1,4 +1,4 @@
-"""Training jobs on Amazon SageMaker. Needs only boto3."""
+"""Training jobs on Amazon SageMaker. Requires boto3, but not the SageMaker SDK."""
 
 from ringdance.submit.sagemaker.estimator import Estimator, worker_channel
 from ringdance.submit.sagemaker.request import Input

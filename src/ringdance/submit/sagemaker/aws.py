@@ -58,7 +58,7 @@ def call(function: Any, **arguments: Any) -> Any:
     """Call a client's method, or a function that creates a client or session.
 
     Raises:
-        LaunchError: AWS refuses or cannot be reached. ``__cause__`` is the original error.
+        LaunchError: AWS rejects the request or cannot be reached. ``__cause__`` is the original error.
     """
     from botocore.exceptions import BotoCoreError, ClientError
 
@@ -99,8 +99,8 @@ def make_bucket(s3: Any, bucket: str, region: str, account: str) -> None:
     """Create the account's default bucket if it does not exist.
 
     Raises:
-        LaunchError: AWS refuses, or the bucket belongs to another account. The latter is possible because
-            the bucket's name is predictable.
+        LaunchError: AWS rejects a request, or the bucket belongs to another account. The latter is possible
+            because the bucket's name is predictable.
     """
     try:
         # This call needs the same permission as HeadBucket, but its errors include a message.

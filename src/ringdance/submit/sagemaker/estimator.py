@@ -49,7 +49,8 @@ trained asynchronously. Ringdance has no servers. Ranks average their gradients 
 embeddings only the rows that were used. Change the line to
     distribution={'mpi': {'enabled': True, 'processes_per_host': 4}}
 and replace ParameterServerStrategy with hvd.DistributedOptimizer in the script. For tables that do not fit
-on one rank, use hvd.EmbeddingTable(..., sharded=True). In a clone, benchmarks/strategies measures both."""
+on one rank, use hvd.EmbeddingTable(..., sharded=True). In a clone of the
+repository, benchmarks/strategies measures both."""
 
 _NOT_LOCAL = (
     "instance_type {where!r}: jobs run on SageMaker only. On this machine, start the script itself with its "
@@ -82,7 +83,7 @@ class Estimator(TrainingJob):
             GPUs.
         hyperparameters: Arguments of the script, which receives them as ``--name value``.
         distribution: ``{"mpi": {"enabled": True, "processes_per_host": 8, "custom_mpi_options": "-x A=1"}}``.
-            With ``{"mpi": {"enabled": False}}``, each machine runs the script once, on its own.
+            With ``{"mpi": {"enabled": False}}``, each machine runs the script once, independently.
         base_job_name: Prefix of the jobs' names. Default: the script's name.
         boto_session: A ``boto3.Session``. Default: a new session.
 
@@ -110,9 +111,9 @@ class Estimator(TrainingJob):
         self._choose_ranks()
 
     def _read_distribution(self) -> None:
-        """Merge ``distribution`` with its short forms.
+        """Merge ``distribution`` with the arguments that are short for its entries.
 
-        ``mpi`` stays None if neither says whether to use MPI.
+        ``mpi`` stays None if they do not determine whether to use MPI.
         """
         distribution = dict(self.distribution or {})
         mpi = dict(distribution.pop("mpi", None) or {})
@@ -135,7 +136,7 @@ class Estimator(TrainingJob):
             warnings.warn(f"custom_mpi_options: {note}", stacklevel=3)
 
     def _choose_ranks(self) -> None:
-        """Use MPI with one rank per GPU, unless that is a single process or the job says otherwise."""
+        """Use MPI with one rank per GPU, unless the job specifies otherwise or would have only one rank."""
         gpus = gpus_of(self.instance_type.removeprefix("ml."))
         if self.mpi is not False and self.processes_per_host is None:
             if gpus is None:
@@ -159,7 +160,7 @@ class Estimator(TrainingJob):
             if not getattr(self, name):
                 raise ArgumentError(f"{name} is missing. Pass, for example, {example!r}")
         if not self.instance_type.startswith("ml."):
-            raise ArgumentError(f"instance_type {self.instance_type!r} must be like ml.c5.xlarge")
+            raise ArgumentError(f"instance_type {self.instance_type!r} must start with 'ml.'")
         for name in ("instance_count", "processes_per_host"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ArgumentError(f"{name} {getattr(self, name)}: must be at least 1")
@@ -177,7 +178,7 @@ class Estimator(TrainingJob):
                 )
         elif self.max_wait is not None:
             raise ArgumentError(
-                f"max_wait ({self.max_wait}) is for spot instances only. Pass use_spot_instances=True too"
+                f"max_wait ({self.max_wait}) is for spot instances only. Also pass use_spot_instances=True"
             )
         sent = [*(self.environment or {}).items(), *self.hyperparameters.items()]
         in_clear = [name for name, value in sent if is_secret(name, str(value))]
@@ -229,8 +230,8 @@ class Estimator(TrainingJob):
         """Start a job, and wait for it to end if ``wait`` is True.
 
         Args:
-            inputs: Channels: a mapping from names to S3 URIs or ``Input``. A single value is called
-                "training".
+            inputs: Channels: a mapping from names to S3 URIs or ``Input``. A single value becomes the
+                channel "training".
             wait: If True, wait for the job to end.
             logs: If True, print the command that shows the job's output.
             job_name: Name of the job. Default: ``base_job_name`` and the time.
@@ -240,7 +241,7 @@ class Estimator(TrainingJob):
 
         Raises:
             ArgumentError: The inputs cannot be used.
-            LaunchError: AWS refuses, or the job failed. The message contains the reason given by the service.
+            LaunchError: AWS rejects a request, or the job failed. The message contains the service's reason.
         """
         name = job_name or self._new_name()
         session, region = self._session(), self._find_region()
@@ -272,8 +273,8 @@ def worker_channel(name: str) -> str:
     """Return the name of this rank's channel. Called by the training script.
 
     Returns:
-        ``name`` if the job has a channel of that name, otherwise ``<name>_<local rank>``, the channel of a
-        job in which each worker has its own.
+        ``name`` if the job has a channel of that name, otherwise ``<name>_<local rank>``, which exists if
+        each worker has its own channel.
 
     Raises:
         ArgumentError: The job has neither channel.

@@ -14,7 +14,7 @@ NOT_UPLOADED = ("__pycache__", ".git", ".ipynb_checkpoints")
 
 
 def _sent(key: str, default: Any = None) -> Any:
-    """Declare a field that is sent as ``key`` of the request if it is set."""
+    """Declare a field that, if it is set, is sent in the request as ``key``."""
     return field(default=default, metadata={"key": key})
 
 
@@ -31,7 +31,7 @@ class TrainingJob:
     hyperparameters: Mapping[str, Any] = field(default_factory=dict)
     distribution: Mapping[str, Any] | None = None
     image_uri: str = option(
-        "container image, with sagemaker-training and an MPI library", "", "--image", metavar="URI"
+        "container image that contains sagemaker-training and an MPI library", "", "--image", metavar="URI"
     )
     _: KW_ONLY
     custom_mpi_options: str = option(
@@ -40,15 +40,15 @@ class TrainingJob:
     base_job_name: str | None = None
     boto_session: Any = None
     region: str | None = option("AWS region (default: AWS_REGION, or boto3's configuration)")
-    output_path: str | None = option("S3 URI for model and output", None, "--output", metavar="S3URI")
+    output_path: str | None = option("S3 URI for model and other output", None, "--output", metavar="S3URI")
     code_location: str | None = None
     volume_size: int = option("disk size", 30, metavar="GB", key="ResourceConfig.VolumeSizeInGB")
     volume_kms_key: str | None = _sent("ResourceConfig.VolumeKmsKeyId")
     output_kms_key: str | None = _sent("OutputDataConfig.KmsKeyId")
     max_run: int = option("maximum run time", 86400, metavar="S", key="StoppingCondition.MaxRuntimeInSeconds")
-    input_mode: str = option("input mode of the channels", "File", choices=("File", "Pipe", "FastFile"))
+    input_mode: str = option("default input mode of channels", "File", choices=("File", "Pipe", "FastFile"))
     use_spot_instances: bool = option(
-        "use spot instances; needs --max-wait", False, "--spot", key="EnableManagedSpotTraining"
+        "use spot instances; requires --max-wait", False, "--spot", key="EnableManagedSpotTraining"
     )
     max_wait: int | None = option(
         "maximum time to wait and run", type=int, metavar="S", key="StoppingCondition.MaxWaitTimeInSeconds"
@@ -75,7 +75,7 @@ class TrainingJob:
 
     @property
     def files(self) -> str:
-        """The script, or the directory that holds it."""
+        """The script, or the directory that contains it."""
         return self.source_dir or self.entry_point
 
 

@@ -28,15 +28,15 @@ class Input:
     """A channel: data in S3 that the script reads from ``/opt/ml/input/data/<channel>``.
 
     Attributes:
-        s3_data: ``s3://bucket/prefix``. In Pipe mode each worker of a host has its own channel, and
-            ``{worker}`` stands for its local rank.
+        s3_data: ``s3://bucket/prefix``. In Pipe mode, each worker on a host has its own channel, and
+            ``{worker}`` stands for the worker's local rank.
         distribution: "FullyReplicated" sends all objects to each host. "ShardedByS3Key" (or "s3shardbykey")
             sends each host a part of the objects.
         input_mode: "File", "Pipe" or "FastFile". None uses the job's mode.
         content_type, compression, record_wrapping: The service's ``Channel`` settings.
         s3_data_type: "S3Prefix", "ManifestFile" or "AugmentedManifestFile".
-        shuffle_seed: Seed for the order of the objects, which differs between workers. In Pipe mode every
-            epoch has a new order.
+        shuffle_seed: Seed for the order of the objects, which differs between workers. In Pipe mode,
+            every epoch has a new order.
     """
 
     s3_data: str
@@ -206,15 +206,15 @@ def as_channels(inputs: Inputs) -> dict[str, Input]:
 def mpi_options(text: str) -> tuple[str, list[str]]:
     """Correct custom MPI options so that mpirun and the container's toolkit accept them.
 
-    ``--NAME=VALUE`` or ``NAME=VALUE`` with a name in capitals is meant to set an environment variable of the
-    ranks, but no mpirun has such an option. It becomes ``-x NAME=VALUE``. ``--NCCL_DEBUG=VALUE`` stays,
-    because the toolkit itself reads it (and sets the variable, to INFO if the option is missing).
+    ``--NAME=VALUE`` or ``NAME=VALUE`` with a name in capitals is meant to set an environment variable for the
+    ranks, but no mpirun has such an option. It becomes ``-x NAME=VALUE``. ``--NCCL_DEBUG=VALUE`` is kept,
+    because the toolkit itself reads it and sets the variable (to INFO if the option is missing).
 
     Returns:
         The options, and a note about each change.
 
     Raises:
-        ArgumentError: The text has quotation marks.
+        ArgumentError: The text contains quotation marks.
     """
     if any(sign in text for sign in "'\""):
         # The toolkit splits the text at spaces and does not understand quotation marks.

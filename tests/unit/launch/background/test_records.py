@@ -144,7 +144,7 @@ def test_jobs_are_found_by_the_first_digits_of_their_names() -> None:
     replace(first, ended=2.0, code=0).write()
     assert records.find() == second, "if no job runs, the newest job"
     for name in ("ab", "ab02", "*"):
-        with pytest.raises(LaunchError, match="no job in the background matches"):
+        with pytest.raises(LaunchError, match="no background job matches"):
             records.find(name)
     made("ab00ffff")
     with pytest.raises(LaunchError, match=r"matches jobs ab00\w+ and ab00\w+\. Give more digits"):

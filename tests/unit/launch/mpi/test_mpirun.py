@@ -131,7 +131,7 @@ def test_a_variable_written_as_an_option() -> None:
         ("-H a:x", "not HOST:SLOTS"),
         ("-H -oProxyCommand=x", "not HOST:SLOTS"),
         ("--map-by ppr:1:socket", r"ppr:1:socket: not supported; specify ranks per host with -N, and their"),
-        ("-path /opt/bin", "-path /opt/bin: not supported; pass the whole path of the program"),
+        ("-path /opt/bin", "-path /opt/bin: not supported; pass the full path of the program"),
         ("--stdin all", "--stdin all: not supported; only rank 0 reads stdin"),
         ("--app file", "unknown option --app"),
         ("-mca plm_rsh_agent /etc/mpi/kubexec.sh", "only ssh"),
