@@ -1,4 +1,4 @@
-"""The base of the image and table loaders: threads prepare the batches of an epoch in advance."""
+"""The base class of the image and table loaders: threads prepare the batches of an epoch in advance."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class Batches:
         self.plan.set_epoch(epoch, position)
 
     def position_after(self, batches: int) -> int:
-        """Return the ``position`` after ``batches`` batches since ``set_epoch``."""
+        """Return the ``position`` that is reached ``batches`` batches after ``set_epoch``."""
         return self.plan.position_after(batches)
 
     def __len__(self) -> int:

@@ -470,7 +470,7 @@ def test_half_an_index_is_no_circle(tmp_path, capfd):
             assert "--overwrite" in output
         if name == "train.npy":
             assert prepare(*words) == 2
-            assert "train.npy, which belongs to it, is missing" in capfd.readouterr().err
+            assert "its companion file train.npy is missing" in capfd.readouterr().err
         assert prepare(*words, "--overwrite") == 0
         assert run("verify", tmp_path / "dst") == 0
     (tmp_path / "dst/train.json").unlink()
@@ -520,7 +520,7 @@ def test_a_table_without_half_its_index_is_not_well(tmp_path, capfd):
     assert run("verify", tmp_path) == 1
     assert "train.json" in capfd.readouterr().out
     assert run("generate", "criteo", *words) == 0
-    with pytest.raises(ArgumentError, match=r"It has train, validation\.$"):
+    with pytest.raises(ArgumentError, match=r"Existing splits: train, validation\.$"):
         Table.open(tmp_path, "test")
 
 
@@ -575,7 +575,7 @@ def test_an_index_of_tars_made_by_others(tmp_path, capfd):
         add(tar, "1.jpg", images[0])
     capfd.readouterr()
     assert run("index", tmp_path) == 2
-    assert "val-000000.tar: 1.jpg: no .cls or .json of this name" in capfd.readouterr().err
+    assert "val-000000.tar: 1.jpg: no .cls or .json with this name" in capfd.readouterr().err
 
 
 def test_webdataset_reads_our_tars(tmp_path):

@@ -114,7 +114,7 @@ def _check_same(destination: Path, plan: SplitPlan) -> None:
         changed = "files with its images were changed or copied again since"
         if complete:
             say(f"{plan.split}: {changed}")
-        else:  # otherwise its files would come from different states of the source
+        else:  # otherwise the files would come from different states of the source
             differences = [changed]
     if differences:
         raise ArgumentError(
