@@ -56,7 +56,7 @@ class Options(Parser):
         add("--evaluate-every", type=int, default=1, metavar="EPOCHS", help=text)
         text = "only evaluate: the best model in --checkpoints (the newest if none is best), or --weights"
         add("--evaluate", action="store_true", help=text)
-        add("--sample-log", metavar="DIR", help="log in DIR which images each rank used in each step")
+        add("--sample-log", metavar="DIR", help="log to DIR which images each rank uses in each step")
         self.add_shared(keep=3, log_every=20)
 
     def read(self) -> argparse.Namespace:

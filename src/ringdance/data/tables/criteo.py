@@ -60,7 +60,7 @@ def transform(numbers: Array, texts: Sequence[Texts], out: Rows, table_size: int
         ArgumentError: ``table_size`` leaves no ids for the categories.
     """
     if table_size <= NUMERIC:
-        raise ArgumentError(f"table_size={table_size}: numeric columns take {NUMERIC} ids. Use a larger one.")
+        raise ArgumentError(f"table_size={table_size}: the numeric columns use {NUMERIC} ids. Increase it.")
     out.ids[:, :NUMERIC] = np.arange(NUMERIC)
     out.values[:, :NUMERIC] = np.log1p(np.fmax(numbers, 0))  # fmax turns NaN into 0
     out.values[:, NUMERIC:] = 1

@@ -86,7 +86,7 @@ def devices() -> list[str]:
 
 
 def problem() -> str:
-    """Return a problem that prevents this machine from running any job, or ""."""
+    """Return a problem that prevents this machine from running any job, or an empty string."""
     try:
         os.getcwd()
     except FileNotFoundError:
@@ -101,7 +101,7 @@ def problem() -> str:
 
 
 def networks() -> list[tuple[str, str, int]]:
-    """Return name, address and prefix length of each active interface, IPv4 first, without link-local ones.
+    """Return name, address and prefix length of each active interface. IPv4 first, no link-local addresses.
 
     Linux only. It does not use psutil, which an agent without ``site`` cannot import.
     """

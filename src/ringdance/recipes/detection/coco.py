@@ -138,7 +138,7 @@ def results_of(number: int, seen: dict[str, Tensor]) -> list[dict[str, Any]]:
 def scores(table: dict[str, Any], results: list[Any], kinds: tuple[str, ...]) -> dict[str, float]:
     """Return COCO's average precision for boxes ("bbox AP", "bbox AP50") and masks ("segm ...")."""
     metrics: dict[str, float] = {}
-    # The metric takes annotation id 0 to mean that an object was not detected.
+    # The metric interprets annotation id 0 to mean that an object was not detected.
     objects = [{**annotation, "id": number} for number, annotation in enumerate(table["annotations"], 1)]
     truth = COCO({**table, "annotations": objects})
     detections = truth.loadRes(results)
