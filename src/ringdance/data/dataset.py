@@ -104,7 +104,9 @@ class Dataset(Files):
         data = os.pread(file.number, int(row["length"]), int(row["offset"]))
         if len(data) != row["length"]:
             name = self.path / self.files[int(row["file"])].name
-            raise ArgumentError(f"{name} is shorter than indexed. Run `ringdance data verify {self.path}`")
+            raise ArgumentError(
+                f"{name} is shorter than its index says. Run `ringdance data verify {self.path}`."
+            )
         return data
 
     def will_need(self, first: int, stop: int) -> None:

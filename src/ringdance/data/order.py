@@ -10,7 +10,7 @@ import numpy as np
 from ringdance.errors import ArgumentError
 
 Indices = np.ndarray[Any, np.dtype[np.int64]]
-SEEDS = 1 << 32  # number of seeds of NumPy's frozen generator, which draws the same numbers in all versions.
+SEEDS = 1 << 32  # number of seeds of NumPy's frozen generator, which draws the same numbers in all versions
 
 
 def permutation(length: int, seed: int, epoch: int) -> Indices:

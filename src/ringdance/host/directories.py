@@ -88,7 +88,7 @@ TIMELINE = "timeline."
 """Prefix of a timeline file in the job's directory, which the launcher receives at the end."""
 
 OUTPUT = "output"
-"""Subdirectory of the job directory on other hosts. Its contents end up in the launcher's output directory."""
+"""Subdirectory of the job directory on other hosts. Its contents go to the launcher's output directory."""
 
 METRICS_DIR = "RINGDANCE_METRICS_DIR"
 """Environment variable with the directory of the metrics files."""

@@ -47,7 +47,7 @@ _Exit.__name__ = _Exit.__qualname__ = "SystemExit"  # for logs
 
 
 def _new_exit(*args: Any) -> SystemExit:
-    """Build the exception to raise. Outside the main thread, that is Python's, which ends a thread silently."""
+    """Build the exception to raise. Outside the main thread, it is Python's, which ends threads silently."""
     return (_Exit if threading.current_thread() is threading.main_thread() else SystemExit)(*args)
 
 

@@ -24,7 +24,7 @@ AGENT_SPEAKS = b"\n::ringdance-agent::\n"
 def watch(
     selector: selectors.BaseSelector, descriptor: int, event: int, action: Callable[[], Any] | None
 ) -> None:
-    """Register an action for a descriptor, or unregister the descriptor if ``action`` is None. May be repeated."""
+    """Register an action for a descriptor, or unregister it if ``action`` is None. May be repeated."""
     known = selector.get_map().get(descriptor) is not None
     if action and not known:
         selector.register(descriptor, event, action)
@@ -54,7 +54,7 @@ class Channel:
         return cls(sock)
 
     def send(self, message: dict[str, Any], descriptors: Sequence[int] = ()) -> bool:
-        """Send a message and open file descriptors to the peer. Returns False if it has disconnected."""
+        """Send a message, with open file descriptors, to the peer. Returns False if it has disconnected."""
         data = json.dumps(message).encode() + b"\n"
         try:
             sent = socket.send_fds(self.sock, [data], list(descriptors)) if descriptors else 0
@@ -102,7 +102,7 @@ class Frames:
         self._lock = threading.Lock()
         self.open = True
         self.shared: tuple[int, int] | None = None
-        """A file and a byte in it, locked while part of a message is sent: the local agent also sends pings."""
+        """File and byte to lock while part of a message is sent, because the local agent also sends pings."""
 
     def send(self, message: dict[str, Any], payload: bytes = b"") -> bool:
         """Send a message. A large payload is not copied. Returns False if the peer has disconnected."""

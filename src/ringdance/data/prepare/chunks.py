@@ -82,7 +82,9 @@ class SourceFile:
             else:
                 fields = formats.FORMATS[format].fields(data[header:])
         except (RowError, ValueError, IndexError, struct.error) as error:
-            raise ArgumentError(f"{path}: its first bytes are not from a click-log file: {error}") from None
+            raise ArgumentError(
+                f"{path} is not a click-log file, judging by its first bytes: {error}"
+            ) from None
         return cls(str(path), group, format, fields, header, about.st_size, about.st_mtime_ns, crc32c)
 
     def units(self, size: int) -> list[int]:

@@ -143,7 +143,7 @@ def record(destination: Path, file: ShardFile | TableFile, kind: str, array: Arr
     Args:
         destination: The data set's directory.
         file: Entry for the index.
-        kind: What ``array`` contains, as part of its file name.
+        kind: Word for the contents of ``array``, used in its file name.
         array: What the index will contain about each row of the file, or about each block of rows.
         more: Further values for the record.
     """
@@ -229,7 +229,7 @@ def check_broken(what: str, count: int, total: int, most: int | None, path: Path
 
 
 def make(source: Source, format: str, shards: int, resize: int) -> tuple[SplitPlan, Array]:
-    """Distribute a split's images over files in a random order, which is always the same.
+    """Distribute a split's images over files in a shuffled order, the same in every run.
 
     Returns:
         The plan without the offsets of names, and the numbers of the images in their new order.

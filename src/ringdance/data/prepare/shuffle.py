@@ -118,7 +118,7 @@ def write_cuts(destination: Path, names: Sequence[str]) -> Array:
 
 
 def gather(destination: Path, number: int) -> tuple[int, int]:
-    """Write an output file from its rows in all runs. Returns the number of rows twice."""
+    """Write an output file from its rows in all runs. Returns the row count twice: as samples and as work."""
     plan, directory = ShufflePlan.read(destination), state(destination)
     assert plan is not None
     cuts = np.load(directory / "cuts.npy", mmap_mode="r")[:, number : number + 2].tolist()

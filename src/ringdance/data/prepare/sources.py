@@ -100,7 +100,10 @@ def find(source: Path, splits: Sequence[str] = (), labels: Path | None = None) -
     if any(map(_own_images, places.values())) and any(_own_images(path) for path in _beside(places.values())):
         places = {}
     if others := [path.name for path in _beside(places.values()) if _is_data(path)]:
-        say(f"not read (neither train nor validation): {counted(others)}. To read one, pass it as SRC")
+        say(
+            f"not read, because they are neither train nor validation: {counted(others)}. To read one, pass "
+            "it as SRC."
+        )
     if not places:
         if not _class_names(source):
             raise ArgumentError(

@@ -122,7 +122,7 @@ class Programs:
                 pass
 
     def reap(self) -> None:
-        """Collect the exit status of all dead children, including adopted ones. Reports those that matter."""
+        """Collect the exit status of all dead children, including adopted ones. Reports the relevant ones."""
         with contextlib.suppress(ChildProcessError):
             while dead := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
                 name = linux.name_of(dead.si_pid)

@@ -194,7 +194,7 @@ class _Supervisor:
             linux.send_signal(self._child, number)
 
     def _wait(self) -> int | None:
-        """Wait for the rank and pass on signals. Returns its exit code or -signal; None if the agent exits."""
+        """Pass on signals until the rank ends. Return its exit code or -signal, None if the agent exits."""
         while True:
             pid, status = os.waitpid(self._child, os.WNOHANG | os.WUNTRACED)
             if pid and os.WIFSTOPPED(status):

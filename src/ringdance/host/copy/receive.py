@@ -78,7 +78,7 @@ class Receiver:
     # --- the list of files ---------------------------------------------------------------------
 
     def _begin(self, message: dict[str, Any], payload: bytes) -> dict[str, Any]:
-        """Create directories and links. Return the number of bytes here of each file, or ``DONE``."""
+        """Create directories and links. Return how many bytes of each file exist here, or ``DONE``."""
         self._close()
         self._root = os.path.abspath(in_home(message["root"]))
         os.makedirs(self._root, exist_ok=True)

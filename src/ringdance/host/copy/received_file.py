@@ -15,7 +15,7 @@ from ..directories import host_name
 from ..system import linux
 
 DONE = -1
-"""Used instead of the number of bytes that are here if the file is complete."""
+"""Used in place of the number of bytes that are here if the file is complete."""
 
 _READ = 1 << 20
 _CLOSE_NS = 1_000_000  # some file systems round times
@@ -143,7 +143,7 @@ class ReceivedFile:
         return self.have == self._size and self.digest != "" and not self.failed
 
     def finish(self) -> bool:
-        """Rename the file, and set its mode and time. If it is corrupt, delete it instead and return False.
+        """Rename the file, with its mode and time. Returns False if it was corrupt and is now deleted.
 
         Raises:
             OSError: The file cannot be renamed.
@@ -175,7 +175,7 @@ def partials_in(directory: str) -> set[str]:
 
 
 def _shortened(name: str) -> str:
-    """Shorten a long name, so that it fits in the 255 bytes that file systems allow, even with additions."""
+    """Replace a long name with a hash, so that additions still fit in the 255 bytes of a file name."""
     data = name.encode(errors="surrogateescape")
     return name if len(data) <= 160 else hashlib.sha256(data).hexdigest()[:40]
 
