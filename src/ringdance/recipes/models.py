@@ -160,7 +160,7 @@ def text_file(name: str | None) -> AbstractContextManager[TextIO]:
     """Open a text file for writing. It appears under its name only when it is complete.
 
     Args:
-        name: Path of the file. A pipe or a device is written directly. If None, the text is discarded.
+        name: Path of the file. A pipe or a device is written to directly. If None, the text is discarded.
     """
     path = Path(os.path.realpath(name or os.devnull))
     if path.exists() and not path.is_file():

@@ -34,7 +34,7 @@ class Options(Parser):
         add("--keep", type=count, default=keep, metavar="N", help=f"checkpoints to keep; default: {keep}")
         add("--export", metavar="MODEL", help="export the best model (without --checkpoints, the last one)")
         add("--log-every", type=count, default=log_every, metavar="STEPS", help=f"default: {log_every}")
-        text = "total price of all machines per hour; the cost so far is then printed"
+        text = "price of all machines per hour; if given, the cost so far is printed"
         add("--price-per-hour", type=amount, metavar="P", help=text)
         add("--tensorboard", metavar="DIR", help="write losses, rate, speed and evaluations to DIR")
 

@@ -280,7 +280,7 @@ def test_errors_say_what_to_do(tmp_path, capfd):
     (tmp_path / "src/train/n09999999").mkdir()
     assert "classes without images: n09999999" in refused("--split", "train")
     (tmp_path / "src/train/n09999999/instances.json").touch()
-    assert "is not divided into classes: n09999999 has instances.json" in refused("--split", "train")
+    assert "is not divided into classes: n09999999 contains instances.json" in refused("--split", "train")
     shutil.rmtree(tmp_path / "src/train/n09999999")
     assert not list((tmp_path / "dst").glob("train*"))
     assert run("prepare", "imagenet", tmp_path / "src", tmp_path / "src/train/dst", "--split", "train") == 2

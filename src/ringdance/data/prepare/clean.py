@@ -85,7 +85,9 @@ def _shrunk(data: bytes, height: int, width: int, resize: int) -> Cleaned:
 
 def _encoded(image: object, height: int, width: int, note: str = "") -> Cleaned:
     pil = needed("PIL.Image")
-    resized = image if image.size == (width, height) else image.resize((width, height), pil.LANCZOS)  # type: ignore[attr-defined]
+    resized = image if image.size == (width, height) else image.resize(  # type: ignore[attr-defined]
+        (width, height), pil.LANCZOS
+    )
     pixels = np.ascontiguousarray(resized)
     return Cleaned(needed("simplejpeg").encode_jpeg(pixels, QUALITY, "RGB", "420"), height, width, note)
 

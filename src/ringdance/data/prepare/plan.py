@@ -42,7 +42,7 @@ class SplitPlan:
         split: Name of the split, such as "train".
         format: "tfrecord" or "webdataset".
         shards: Number of files.
-        resize: Shorter side of resized images in pixels, or 0.
+        resize: Shorter side of resized images in pixels, or 0 if images are not resized.
         fingerprint: Fingerprint of the source.
         images: Number of images.
         size: Total size of the images in bytes.

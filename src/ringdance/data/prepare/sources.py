@@ -199,7 +199,9 @@ def _source(
     if split == "train" and (empty := sorted(set(classes) - numbers_by_class.keys())):
         for name in empty if place.is_dir() else ():
             if other := next((path for path in (place / name).glob("[!.]*") if path.is_file()), None):
-                raise ArgumentError(f"{place} is not divided into classes: {name} has {other.name} only")
+                raise ArgumentError(
+                    f"{place} is not divided into classes: {name} contains {other.name}, but no images."
+                )
         raise ArgumentError(
             f"{place} has classes without images: {', '.join(empty[:5])}. Remove them, or complete SRC."
         )

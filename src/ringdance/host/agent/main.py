@@ -61,7 +61,7 @@ class _Agent:
     """Serves one launcher.
 
     Args:
-        local: On the launcher's own host, the descriptors of rank 0's input (-1 for none), of a file to
+        local: On the launcher's own host, the descriptors of rank 0's stdin (-1 for none), of a file to
             lock, and of the connections to the agents on other hosts (``Heartbeats``). Otherwise empty.
     """
 
@@ -167,7 +167,7 @@ class _Agent:
         if not os.path.isdir(cwd):
             return (
                 f"directory {cwd} does not exist. Start the job in a directory that exists on all hosts (on "
-                "a shared file system, or as a copy), or pass the ranks' directory there: --chdir DIR"
+                "a shared file system, or as a copy), or pass such a directory: --chdir DIR"
             )
         for path in message["needed"]:
             if not os.path.exists(os.path.join(cwd, path)):

@@ -19,7 +19,7 @@ class _Connection:
 
     def __init__(self, channel: Channel) -> None:
         self.number, self.channel = channel.fileno(), channel
-        self.streams: dict[int, int] = {}  # descriptor -> 0 (stdout) or 1
+        self.streams: dict[int, int] = {}  # descriptor -> 0 (stdout) or 1 (stderr)
 
 
 class Wrappers:

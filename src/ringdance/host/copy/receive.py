@@ -10,7 +10,7 @@ Launcher to agent, each a ``{"task": "copy", "do": ...}``: ``begin`` (``root``, 
 list of [path, kind, size, mode, time, text] as bytes, ``listen`` and ``next`` (``token``, ``port``,
 ``addresses``), ``chunk`` (``file``, ``at``) with bytes, ``end`` (``file``, ``digest``), ``over``.
 Agent to launcher (``{"answer": "copy", "what": ...}``): ``begin`` with ``have`` and ``free``, ``listen``
-with ``port``, ``next``, ``over``, each with a ``problem`` or "". Unsolicited: ``file`` (its number,
+with ``port``, ``next``, ``over``, each with a ``problem`` (may be empty). Unsolicited: ``file`` (its number,
 ``problem``, ``again``: true if it was corrupted), ``got`` (bytes written since the last report),
 ``cut`` (the previous host's connection has closed), ``lost`` (the next host's connection has closed).
 """

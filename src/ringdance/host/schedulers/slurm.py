@@ -53,8 +53,8 @@ def allocation(environ: Mapping[str, str]) -> Allocation | None:
             f"nodes ({tasks}). Pass the hosts with -H"
         )
     method = "srun" if shutil.which("srun", path=environ.get("PATH")) else "ssh"
-    # salloc's shell does not have SLURM_PROCID. In a step, whose tasks the user requested from srun, the
-    # number of tasks is set as well.
+    # salloc's shell does not have SLURM_PROCID. A step, for which the user requested tasks from srun, also
+    # has SLURM_STEP_NUM_TASKS.
     batch = "SLURM_PROCID" in environ and "SLURM_STEP_NUM_TASKS" not in environ
     hosts = list(zip(names, slots, strict=True))
     return Allocation(hosts, f"Slurm job {job}", method, unattended=batch)

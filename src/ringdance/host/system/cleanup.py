@@ -47,7 +47,7 @@ _OF_LIBRARIES = re.compile(
 def make_directories(directories: Iterable[str], job: str) -> None:
     """Create a job's directories and lock them while this process, or one that it forks, lives.
 
-    Directories next to them that earlier jobs have left behind, and that no process has locked, are removed.
+    Also removes directories next to them that earlier jobs left behind and that no process has locked.
 
     Raises:
         OSError: A directory cannot be created.
@@ -199,7 +199,7 @@ class Cleanup:
         os._exit(0)
 
     def _end_processes(self) -> set[int]:
-        """Kill until two scans in a row find nothing, since a process may fork while the table is read."""
+        """Kill processes until two scans in a row find none, because a process may fork during a scan."""
         began, quiet, left, limit = time.monotonic(), 0, set[int](), _LIMIT_S
         while quiet < 2 and (passed := time.monotonic() - began) < limit:
             left = linux.job_processes(self._job, self._root) - {self.backup}

@@ -82,7 +82,7 @@ def _read(path: str) -> bytes:
 
 
 def text(path: str) -> str:
-    """Return the contents of a small file, stripped, or "" if it cannot be read."""
+    """Return the stripped contents of a small file, or an empty string if it cannot be read."""
     return _read(path).decode(errors="replace").strip()
 
 

@@ -43,14 +43,14 @@ def facts() -> dict[str, Any]:
 
 
 def nearest(path: str) -> str:
-    """Return the absolute path ``path`` if it exists, otherwise its nearest parent that exists."""
+    """Return the absolute path ``path`` if it exists, otherwise its nearest existing parent."""
     while not os.path.exists(path) and path != os.path.dirname(path):
         path = os.path.dirname(path)
     return path
 
 
 def in_home(path: str) -> str:
-    """Replace ``~`` in a path with a home directory, or with / if the user is unknown (containers).
+    """Replace ``~`` in a path with a home directory, or with / if the user is unknown, as in some containers.
 
     Raises:
         FileNotFoundError: ``~NAME`` names an unknown user.

@@ -35,7 +35,7 @@ class Coco:
 
     def __init__(self, directory: Path, split: str, masks: bool, trained_on: bool) -> None:
         annotations = directory / "annotations" / f"instances_{split}.json"
-        if not annotations.is_file():  # a FIFO would wait forever
+        if not annotations.is_file():  # reading a FIFO could block forever
             raise ArgumentError(f"{annotations} is not a regular file.")
         self.table = json.loads(annotations.read_bytes())
         self.kinds = {entry["id"]: entry.get("name") for entry in self.table["categories"]}
