@@ -78,7 +78,7 @@ class Batches:
     Args:
         plan: Decides which samples each batch gets.
         threads: Number of threads that prepare batches.
-        ahead: Number of batches, or groups of batches, to prepare ahead.
+        ahead: Number of batches, or groups of batches, to prepare in advance.
 
     Attributes:
         plan: Decides which samples each batch gets.

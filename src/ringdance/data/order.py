@@ -143,7 +143,7 @@ class BatchPlan:
         return self.length - left
 
     def position_after(self, batches: int) -> int:
-        """Return the position in the epoch ``batches`` batches after the current one."""
+        """Return the position in the epoch that is reached after ``batches`` more batches."""
         return min(self.position + batches * self.whole, self.end)
 
     def __len__(self) -> int:

@@ -54,7 +54,7 @@ class Options(Parser):
         add("--threads", type=count, metavar="N", help=text)
         text = "evaluate every EPOCHS epochs and after the last one; 0: never; default: 1"
         add("--evaluate-every", type=int, default=1, metavar="EPOCHS", help=text)
-        text = "only evaluate: the best model in --checkpoints (the newest if none is best), or --weights"
+        text = "only evaluate the best (or else the newest) model in --checkpoints, or --weights"
         add("--evaluate", action="store_true", help=text)
         add("--sample-log", metavar="DIR", help="log to DIR which images each rank uses in each step")
         self.add_shared(keep=3, log_every=20)

@@ -158,7 +158,7 @@ def _open(path: str) -> Iterator[tuple[BinaryIO, BinaryIO]]:
 
 
 def plain(path: Path) -> Path:
-    """Return a path without a compression suffix."""
+    """Return a path without its compression suffix, if it has one."""
     return path.with_suffix("") if path.suffix.lower() in _COMPRESSED else path
 
 

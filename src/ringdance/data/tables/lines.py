@@ -23,7 +23,7 @@ def bounds(data: Array) -> Array:
 
 
 def pieces(stream: BinaryIO, size: int, first: int | None = None) -> Iterator[bytes]:
-    """Yield whole lines in chunks of about ``size`` bytes, the first about ``first``. All end with ``\\n``.
+    """Yield chunks of whole lines, about ``size`` bytes each (the first: ``first``). All end with ``\\n``.
 
     A line belongs to the chunk in which it begins.
     """

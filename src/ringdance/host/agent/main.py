@@ -224,7 +224,7 @@ class _Agent:
         self._programs.reap()
 
     def _clean(self, failed: bool, wanted: bool) -> None:
-        """End the job on this host: leave nothing behind, and send all output of its ranks."""
+        """End the job on this host: leave nothing behind, and send everything that its ranks have written."""
         results = self._results(wanted and not failed)
         clean = self._cleanup.run(failed) if self._cleanup else True
         self._wrappers.read_rest()
