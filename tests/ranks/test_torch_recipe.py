@@ -292,11 +292,11 @@ def test_photographs_are_scored_as_prepared_ones(
         path.unlink()
     with pytest.raises(SystemExit, match="2"):
         score.main()
-    assert f"{new}: no index of 'train' (train.json is missing)" in capsys.readouterr().err
+    assert f"{new}: no index for the split 'train' (train.json is missing)" in capsys.readouterr().err
     monkeypatch.setattr(sys, "argv", [*words[:2], str(photos / "data"), "--split", "val"])
     with pytest.raises(SystemExit, match="2"):
         score.main()
-    assert "It has train, validation" in capsys.readouterr().err
+    assert "Existing splits: train, validation" in capsys.readouterr().err
 
 
 def test_weights_of_other_classes_leave_the_head_fresh_and_others_are_refused(

@@ -1,4 +1,4 @@
-"""The base of the image and table loaders: threads prepare the batches of an epoch in advance."""
+"""The base class of the image and table loaders: threads prepare the batches of an epoch in advance."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Batches:
     Args:
         plan: Decides which samples each batch gets.
         threads: Number of threads that prepare batches.
-        ahead: Number of batches, or groups of batches, to prepare ahead.
+        ahead: Number of batches, or groups of batches, to prepare in advance.
 
     Attributes:
         plan: Decides which samples each batch gets.
@@ -113,7 +113,7 @@ class Batches:
         self.plan.set_epoch(epoch, position)
 
     def position_after(self, batches: int) -> int:
-        """Return the ``position`` after ``batches`` batches since ``set_epoch``."""
+        """Return the ``position`` that is reached ``batches`` batches after ``set_epoch``."""
         return self.plan.position_after(batches)
 
     def __len__(self) -> int:

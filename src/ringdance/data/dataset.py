@@ -2,7 +2,7 @@
 
 In a directory, the split ``train`` consists of its files (TFRecords or tars), ``train.json``, which describes
 them, and ``train.npy``, which has one row of dtype ``ROW`` per sample, in the order of the files. A row
-locates the encoded image itself, so reading a sample is a single ``pread`` in any format.
+locates the encoded image itself, so a sample is read with a single ``pread``, whatever the format.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from ringdance.data.open_files import Files, OpenFiles
 from ringdance.errors import ArgumentError
 
 ROW = np.dtype([("file", "<u4"), ("length", "<u4"), ("offset", "<u8"), ("label", "<i4")])
-"""Number of the file, size of the encoded image in bytes, its offset in the file, and its class, from 0."""
+"""File number, size of the encoded image in bytes, its offset in the file, and its label, from 0."""
 
 Rows = np.ndarray[Any, np.dtype[np.void]]
 
 
 def joined(files: Iterable[Rows]) -> Rows:
-    """Join the rows of all files. Sets the file number in each row."""
+    """Join the rows of all files, and set the file number in each row."""
     parts = [np.zeros(0, ROW), *files]
     for number, rows in enumerate(parts[1:]):
         rows["file"] = number
@@ -53,10 +53,10 @@ class ShardFile:
 
 @dataclass(frozen=True)
 class Dataset(Files):
-    """One split of a data set on disk. ``open`` creates it from its index.
+    """One split of a data set on disk. Use ``open`` to create it from its index.
 
     Attributes:
-        path: Directory.
+        path: Directory of the data set.
         split: Name of the split, such as "train".
         format: "tfrecord" or "webdataset".
         classes: Directory name of each class, such as "n01440764", by label.
@@ -73,7 +73,7 @@ class Dataset(Files):
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], split: str = "train") -> Dataset:
-        """Open a split through its index.
+        """Open a split by reading its index.
 
         Raises:
             ArgumentError: The index does not exist or is damaged.
@@ -94,7 +94,7 @@ class Dataset(Files):
         return len(self.rows)
 
     def read(self, number: int) -> bytes:
-        """Return a sample's encoded image, as stored in the file. Any thread may call it.
+        """Return a sample's encoded image, as stored in the file. Thread-safe.
 
         Raises:
             ArgumentError: The file is missing, or is shorter than its index says.
@@ -104,11 +104,13 @@ class Dataset(Files):
         data = os.pread(file.number, int(row["length"]), int(row["offset"]))
         if len(data) != row["length"]:
             name = self.path / self.files[int(row["file"])].name
-            raise ArgumentError(f"{name} is shorter than its index says: `ringdance data verify {self.path}`")
+            raise ArgumentError(
+                f"{name} is shorter than its index says. Run `ringdance data verify {self.path}`."
+            )
         return data
 
     def will_need(self, first: int, stop: int) -> None:
-        """Read consecutive samples into the page cache. Any thread may call it.
+        """Read consecutive samples into the page cache. Thread-safe.
 
         This does not use ``posix_fadvise``, because with it, Linux reads only about the first 128 KiB.
         """

@@ -94,8 +94,8 @@ class ShardWriter(contextlib.AbstractContextManager["ShardWriter"]):
         """Wait until the file is on disk and rename it to its final name. After an error, remove it.
 
         Raises:
-            OSError: The file could not be written, for example because the disk is full. The message has its
-                name.
+            OSError: The file could not be written, for example because the disk is full. The message
+                names the file.
         """
         self._whole.__exit__(kind, error, trace)
 

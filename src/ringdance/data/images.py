@@ -1,7 +1,7 @@
-"""Decode an image, and resize a part of it to a square in a batch.
+"""Decode an image, and resize part of it to a square in a batch.
 
-Resizing is antialiased where it matters. It uses OpenCV if it is installed, and otherwise Pillow, which is
-slower. These libraries and simplejpeg release the GIL while they work.
+Resizing is antialiased where it matters. OpenCV is used if it is installed, otherwise Pillow, which is
+slower. Both libraries and simplejpeg release the GIL while they work.
 """
 
 from __future__ import annotations

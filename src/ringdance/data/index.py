@@ -32,7 +32,7 @@ def write_index(path: Path, about: dict[str, Any], array: np.ndarray[Any, Any] |
         if array is not None:
             other = stack.enter_context(ShardWriter(path.with_suffix(".npy")))
             other.write(data := npy(array))
-            other.sync()  # before either file is renamed, so a full disk cannot replace only one
+            other.sync()  # before either file is renamed, so a full disk cannot leave only one replaced
             about = about | {_NPY_CHECKSUM: zlib.crc32(data)}
         about = about | {_OWN_CHECKSUM: _checksum(about)}
         index.write(json.dumps(about, indent=1).encode() + b"\n")
@@ -40,7 +40,7 @@ def write_index(path: Path, about: dict[str, Any], array: np.ndarray[Any, Any] |
 
 
 def _checksum(about: dict[str, Any]) -> int:
-    """Return the CRC-32 of an index's JSON in canonical form. Loaders need no other package for it."""
+    """Return the CRC-32 of an index's canonical JSON. Unlike CRC-32C, it needs no optional package."""
     return zlib.crc32(json.dumps(about, sort_keys=True).encode())
 
 
@@ -49,7 +49,7 @@ def read_json(path: Path, kind: str = "") -> dict[str, Any]:
 
     Args:
         path: Path of the file.
-        kind: Required kind of data set. "" accepts any.
+        kind: Required kind of data set. An empty string accepts any kind.
 
     Raises:
         ArgumentError: The index is missing, damaged or of another kind.
@@ -69,13 +69,13 @@ def read_json(path: Path, kind: str = "") -> dict[str, Any]:
 
 
 def is_index(path: Path) -> bool:
-    """True if a JSON file is the index of a split, even a damaged one."""
+    """Return True if a JSON file is the index of a split, even a damaged index."""
     try:
         about = json.loads(path.read_bytes())
         return path.with_suffix(".npy").exists() or {"format", "files"} <= about.keys()
     except (ValueError, RecursionError):
         return True
-    except AttributeError:  # not an object, but a list, for example
+    except AttributeError:  # not an object but, for example, a list
         return False
 
 
@@ -89,7 +89,7 @@ def read_array(path: Path, about: dict[str, Any]) -> np.ndarray[Any, Any]:
         if (crc := file_crc32(path)) != about[_NPY_CHECKSUM]:
             raise damaged(path, f"its checksum is {crc:08x}, but the .json says {about[_NPY_CHECKSUM]:08x}")
     except FileNotFoundError:
-        raise damaged(path.with_suffix(".json"), f"{path.name}, which belongs to it, is missing") from None
+        raise damaged(path.with_suffix(".json"), f"its companion file {path.name} is missing") from None
     return read_npy(path)
 
 
@@ -113,8 +113,8 @@ def read_npy(path: Path) -> np.ndarray[Any, Any]:
 def damaged(path: Path, why: str) -> ArgumentError:
     """Return the error for a damaged index."""
     return ArgumentError(
-        f"{path} is damaged: {why}. Copy it again, or write it again with `ringdance data prepare` and "
-        f"--overwrite, or for files from other tools with `ringdance data index {path.parent}`"
+        f"{path} is damaged: {why}. Copy it again, or write it again: with `ringdance data prepare "
+        f"--overwrite`, or for files from other tools, with `ringdance data index {path.parent}`"
     )
 
 
@@ -128,5 +128,5 @@ def _missing(directory: Path, split: str) -> ArgumentError:
         hint = "`ringdance data prepare` was interrupted here: run the same command again to resume"
     else:
         maker = "Use `ringdance data prepare`, or `ringdance data index DIR` if other tools made the files"
-        hint = f"It has {', '.join(others)}" if others else maker
-    return ArgumentError(f"{directory}: no index of {split!r} ({split}.json is missing). {hint}.")
+        hint = f"Existing splits: {', '.join(others)}" if others else maker
+    return ArgumentError(f"{directory}: no index for the split {split!r} ({split}.json is missing). {hint}.")

@@ -65,7 +65,7 @@ _READ_AHEAD = 4  # batches between the start of reading a piece and decoding its
 
 
 def piece_of(dataset: Any, read_bytes: int | None) -> int:
-    """Return the number of samples per read, or 0 to read each separately. Must be equal on all ranks."""
+    """Return the number of samples per read, or 0 to read each separately. It must be equal on all ranks."""
     if not hasattr(dataset, "will_need") or not len(dataset):
         return 0
     size = max(1, sum(file.size for file in dataset.files))
@@ -92,8 +92,8 @@ class Loader(ImageBatches):
     """Decoded batches of a data set. Each iteration yields the rest of the current epoch.
 
     Args:
-        dataset: A ``ringdance.data.Dataset``, or any object that has a ``len``, ``read`` and
-            ``rows["label"]`` like it. For ``read_bytes``, it also needs ``files`` and ``will_need``.
+        dataset: A ``ringdance.data.Dataset``, or any object with the same ``len()``, ``read`` and
+            ``rows["label"]``. If ``read_bytes`` is used, it also needs ``files`` and ``will_need``.
         batch_size: Images per batch on each rank.
         image_size: Height and width, in pixels.
         augment: If True, take a random part of each image and flip it at random. Otherwise take the center.
@@ -121,8 +121,8 @@ class Loader(ImageBatches):
     ``seed``, the epoch and the sample's number.
 
     Raises:
-        ArgumentError: An argument is invalid. During iteration: an image is broken. The message names the
-            sample and the file.
+        ArgumentError: An argument is invalid, or an image that an iteration decodes is broken. For a broken
+            image, the message names the sample and the file.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class Loader(ImageBatches):
         yield from waiting
 
     def _read_ahead(self, epoch: Epoch, numbers: Indices, known: set[int]) -> None:
-        """Start reading the samples' pieces that are not in ``known`` yet, and add them to ``known``."""
+        """Start reading the samples' pieces, except those in ``known``, and add them to ``known``."""
         if not epoch.plan.shuffle:  # the samples are consecutive
             epoch.reads.submit(self._read_piece, epoch, int(numbers[0]), int(numbers[-1]) + 1)
             return
@@ -212,7 +212,7 @@ class Loader(ImageBatches):
         return _batch(images, self.dataset.rows["label"][numbers], numbers, weight, position, count)
 
     def load(self, out: Array, number: int, epoch: int) -> None:
-        """Decode one sample into ``out``, shape (image_size, image_size, 3), augmented as in that epoch."""
+        """Decode one sample into ``out``, shape (image_size, image_size, 3), augmented for that epoch."""
         draw = Draws(self.plan.seed, epoch, number)
         try:
             self._decode(out, self.dataset.read(number), draw if self.augment else None)
@@ -230,7 +230,7 @@ class Loader(ImageBatches):
 
 @dataclass(frozen=True)
 class Synthetic:
-    """A stand-in for a data set if only the training speed matters. See ``SyntheticLoader``.
+    """A stand-in for a data set when only the training speed matters. See ``SyntheticLoader``.
 
     Attributes:
         samples: Samples per epoch.

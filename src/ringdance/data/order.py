@@ -10,16 +10,16 @@ import numpy as np
 from ringdance.errors import ArgumentError
 
 Indices = np.ndarray[Any, np.dtype[np.int64]]
-SEEDS = 1 << 32  # Number of seeds of NumPy's frozen generator, which draws the same numbers in all versions.
+SEEDS = 1 << 32  # number of seeds of NumPy's frozen generator, which draws the same numbers in all versions
 
 
 def permutation(length: int, seed: int, epoch: int) -> Indices:
     """Return the order of an epoch, shape (length,). It is the same in all versions of NumPy.
 
     Args:
-        length: Samples in the data set.
-        seed: Seed, 0 to 2**32 - 1.
-        epoch: Epoch, 0 to 2**32 - 1.
+        length: Number of samples in the data set.
+        seed: Seed, from 0 to 2**32 - 1.
+        epoch: Epoch number, from 0 to 2**32 - 1.
     """
     order = np.random.RandomState([seed, epoch]).permutation(length)
     return order.astype(np.int64, copy=False)
@@ -32,9 +32,9 @@ def permutation(length: int, seed: int, epoch: int) -> Indices:
 # samples from all lanes, hence from 64 * 4 pieces. It is sorted by lane before it is divided among the ranks,
 # so that each host reads few pieces that other hosts also read. The order and the lanes do not depend on
 # the number of ranks, so an epoch can continue with another number. With more hosts than lanes, several hosts
-# read the same piece. A piece stays in the page cache until all its samples are used: over all hosts that is
-# 64 * 4 pieces, or 0.5 GB at 2 MiB each. If memory cannot hold a piece that long, it is read again, sample by
-# sample.
+# read the same piece. A piece stays in the page cache until all its samples have been used, so all hosts
+# together cache 64 * 4 pieces, or 0.5 GB at 2 MiB each. If memory cannot hold a piece that long, it is read
+# again, sample by sample.
 _LANES, _MIXED = 64, 4
 
 
@@ -42,10 +42,10 @@ def by_pieces(length: int, piece: int, seed: int, epoch: int) -> tuple[Indices, 
     """Return an epoch's order, shape (length,), and each piece's lane. See Note [Order by pieces].
 
     Args:
-        length: Samples in the data set.
+        length: Number of samples in the data set.
         piece: Samples per piece.
-        seed: Seed, 0 to 2**32 - 1.
-        epoch: Epoch, 0 to 2**32 - 1.
+        seed: Seed, from 0 to 2**32 - 1.
+        epoch: Epoch number, from 0 to 2**32 - 1.
     """
     random = np.random.RandomState([seed, epoch])
     pieces = random.permutation(-(-length // piece))
@@ -72,13 +72,13 @@ def block(count: int, rank: int, size: int) -> tuple[int, int]:
 
 
 class BatchPlan:
-    """Decides which samples a rank gets in each batch of an epoch. Shared by all kinds of loaders.
+    """Decides which samples a rank gets in each batch of an epoch. All kinds of loaders use it.
 
     Args:
-        length: Samples in the data set.
+        length: Number of samples in the data set.
         batch_size: Samples per batch on each rank.
         shuffle: If True, use a different order in each epoch.
-        seed: Seed of the order, 0 to 2**32 - 1.
+        seed: Seed of the order, from 0 to 2**32 - 1.
         rank: This process's rank.
         size: Number of ranks.
         block: Number of consecutive samples that stay together, in order, when the data set is shuffled.
@@ -122,7 +122,7 @@ class BatchPlan:
         if not 0 <= position <= self.length:
             raise ArgumentError(
                 f"position={position}: an epoch has only {self.length} samples. Use the data set that the "
-                "checkpoint was made with."
+                "checkpoint was written with."
             )
         self.epoch, self.position = int(epoch), int(position)
 
@@ -133,7 +133,7 @@ class BatchPlan:
 
     @property
     def where(self) -> str:
-        """Prefix for error messages: the rank, if there are several."""
+        """Prefix for error messages: the rank, if there are several ranks."""
         return f"rank {self.rank}: " if self.size > 1 else ""
 
     @property
@@ -143,7 +143,7 @@ class BatchPlan:
         return self.length - left
 
     def position_after(self, batches: int) -> int:
-        """Return the position in the epoch ``batches`` batches after the current one."""
+        """Return the position in the epoch that is reached after ``batches`` more batches."""
         return min(self.position + batches * self.whole, self.end)
 
     def __len__(self) -> int:

@@ -11,9 +11,9 @@ class Sample:
 
     Attributes:
         image: Encoded as JPEG.
-        label: Number of its class, from 0.
+        label: Class number, from 0.
         synset: Directory name of its class, such as "n01440764".
-        name: File name, with the class directory.
+        name: File name, including the class directory.
         height, width: Size in pixels.
     """
 

@@ -32,7 +32,7 @@ def masked(crc: int) -> int:
 
 
 def features(sample: Sample) -> dict[str, Value]:
-    """Return the features, named as in TensorFlow's ImageNet scripts, without the image itself."""
+    """Return a sample's features, except the image itself. Names are as in TensorFlow's ImageNet scripts."""
     return {
         "image/channels": 3,
         "image/class/label": sample.label + FIRST_LABEL,
@@ -84,7 +84,7 @@ def write(shard: ShardWriter, sample: Sample) -> int:
 
 
 def framed(data: bytes) -> bytes:
-    """Return ``data`` as a record."""
+    """Return a record that contains ``data``."""
     return _head(len(data)) + data + _CRC.pack(masked(crc32c(data)))
 
 
@@ -122,7 +122,7 @@ def records(file: BinaryIO, check: bool = True) -> Iterator[tuple[int, bytes, by
 
 
 def is_head(head: bytes) -> bool:
-    """True if 12 bytes are a record's length and its checksum."""
+    """Return True if 12 bytes consist of a record's length and its checksum."""
     return len(head) == 12 and masked(crc32c(head[:8])) == _CRC.unpack(head[8:])[0]
 
 
@@ -182,7 +182,7 @@ def delimited(field: int, data: bytes) -> bytes:
 
 
 def fields(data: bytes, at: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """Yield a message's fields: number, and the start and end of the value.
+    """Yield the number of each field in a message, and the start and end of its value.
 
     Raises:
         IndexError: The message ends within a field.

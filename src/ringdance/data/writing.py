@@ -32,7 +32,7 @@ def write_shard(path: Path, format: str, samples: Iterable[Sample]) -> tuple[Sha
         samples: The samples, in the order in which to write them.
 
     Returns:
-        The file, and its rows with 0 as the file number.
+        The file's index entry, and its rows with 0 as the file number.
     """
     rows: list[tuple[int, int, int, int]] = []
     keys: set[str] = set()
@@ -65,11 +65,11 @@ def write(
 
     Args:
         path: Directory. It is created if it is missing.
-        samples: Encoded JPEGs and their labels, from 0.
+        samples: Pairs of an encoded JPEG and its label. Labels start from 0.
         split: Name of the split, such as "train".
         format: "tfrecord" or "webdataset".
         shards: Number of files.
-        classes: Name of each class, by label. Defaults to the labels.
+        classes: Class names, in the order of the labels. Default to the labels themselves.
 
     Raises:
         ArgumentError: An image is not a JPEG, or a package is missing.

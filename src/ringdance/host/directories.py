@@ -10,17 +10,17 @@ import zlib
 from collections.abc import Iterable, Mapping
 
 _ROOM, _FILES = 1 << 20, 100  # minimum free bytes and inodes, for sockets and MPI's own files
-_LONGEST = 59  # maximum bytes of a directory's path for which the path of a job's socket in it still fits
+_LONGEST = 59  # maximum length of a directory's path, in bytes, so that the path of a job's socket in it fits
 
 
 def bases(environ: Mapping[str, str]) -> list[str]:
-    """Return candidates for a job directory's parent, best first, like ``tempfile`` without the cwd."""
+    """Return possible parents of a job directory, best first, as in ``tempfile`` but without the cwd."""
     named = [environ[name] for name in ("TMPDIR", "TEMP", "TMP") if environ.get(name)]
     return list(dict.fromkeys([*named, "/tmp", "/var/tmp"]))
 
 
 def usable(bases: Iterable[str]) -> tuple[list[str], str]:
-    """Return the directories that can hold a job's directory, and a text that says why the others cannot."""
+    """Return the directories that can hold a job directory, and the reasons why the others cannot."""
     wrong = {base: _unusable(base) for base in bases}
     text = "; ".join(f"{base}: {why}" for base, why in wrong.items() if why)
     return [base for base, why in wrong.items() if not why], text
@@ -41,7 +41,7 @@ def _unusable(base: str) -> str:
 
 
 def is_own(directory: str) -> bool:
-    """Return True if the path is a directory that belongs to this user, and not a link."""
+    """Return True if the path is a directory that belongs to this user, and is not a link."""
     try:
         status = os.lstat(directory)
     except OSError:
@@ -50,7 +50,7 @@ def is_own(directory: str) -> bool:
 
 
 def free_port() -> tuple[socket.socket | None, int]:
-    """Return a free port on this host for MASTER_PORT, and the socket that reserves it. 0 if there is none.
+    """Return a free port for MASTER_PORT on this host, or 0 if none is free, and the socket that reserves it.
 
     While the socket is bound with SO_REUSEADDR, the kernel does not assign the port to programs that bind to
     port 0. A program that binds to this port with SO_REUSEADDR, as torch's TCPStore does, succeeds.
@@ -68,7 +68,7 @@ def free_port() -> tuple[socket.socket | None, int]:
 
 
 def host_name() -> str:
-    """Return this host's name for use in paths. Long names are shortened, but stay distinct."""
+    """Return this host's name for use in paths. Long names are shortened but remain distinct."""
     name = os.uname().nodename
     return name if len(name) <= 20 else f"{name[:11]}.{zlib.crc32(name.encode()):08x}"
 
@@ -98,5 +98,5 @@ SHARED = "{shared}"
 
 
 def host_shared(job: str) -> str:
-    """Return a job's directory in this host's shared memory, "" if it has none."""
+    """Return a job's directory in this host's shared memory, or an empty string if the host has none."""
     return host_directory("/dev/shm", job) if os.access("/dev/shm", os.W_OK) else ""

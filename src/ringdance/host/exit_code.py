@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 CAUSE_MARK = "::ringdance-cause::"
-"""Start of a line on stderr by which a rank tells the launcher why it fails, as JSON (launch/cause.py)."""
+"""Start of a line on stderr in which a rank tells the launcher, in JSON, why it fails (launch/cause.py)."""
 
 _taken: list[Any] = []
 _told: list[Callable[[], None]] = []
@@ -80,6 +80,6 @@ def watch(tell: Callable[[], None] | None = None) -> None:
 
 
 def exit_code() -> int:
-    """Return the code as the parent process will see it, or 0 as long as none is known."""
+    """Return the code as the parent process will see it, or 0 while no code is known."""
     code = _taken[-1] if _taken else None
     return 0 if code is None else code & 255 if isinstance(code, int) else 1

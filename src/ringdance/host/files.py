@@ -18,7 +18,7 @@ from ringdance.errors import LaunchError, optional
 
 NO_FORMAT = (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError)
 """Exceptions that reading raises if the content is not as expected."""
-_LARGEST = {float: 1e16, int: 2.0**64}  # limits for dates in seconds or microseconds, and for counters
+_LARGEST = {float: 1e16, int: 2.0**64}  # limits for times in seconds or microseconds, and for counters
 # Plain scalars of YAML 1.2 that are not strings.
 _YAML = {
     "null": r"~|null|Null|NULL|", "bool": "true|True|TRUE|false|False|FALSE",
@@ -28,7 +28,7 @@ _YAML = {
 
 
 def typed(found: dict[str, Any], key: str, kind: Any) -> Any:
-    """Return a value from a JSON object. Raises one of NO_FORMAT if it is not a ``kind`` (``int | None``)."""
+    """Return a value from a JSON object. Raises one of NO_FORMAT if it does not have the type ``kind``."""
     if not _fits(found[key], kind):
         raise ValueError(f"{key} is not a {kind}")
     return found[key]
@@ -63,7 +63,7 @@ def read_regular(path: Path) -> str:
 
 @cache
 def _yaml_loader(yaml: Any) -> Any:
-    """Return PyYAML's loader, changed to YAML 1.2. In YAML 1.1, 1e-4 is a string, 1:2 is 62 and 010 is 8."""
+    """Return PyYAML's loader, adapted to YAML 1.2. In YAML 1.1, 1e-4 is a string, 1:2 is 62 and 010 is 8."""
     loader: Any = type("Loader", (yaml.SafeLoader,), {"yaml_implicit_resolvers": {}})
     for name, words in _YAML.items():
         loader.add_implicit_resolver(f"tag:yaml.org,2002:{name}", re.compile(f"(?:{words})$"), None)
@@ -114,7 +114,7 @@ def whole_file(path: Path, mode: str, synced: bool = False, **options: Any) -> I
         path: Name of the complete file.
         mode: Mode for ``open``.
         synced: If True, wait until the file and its name are on disk.
-        options: Further arguments of ``open``.
+        options: Further arguments for ``open``.
 
     Raises:
         OSError: The file cannot be written. Its ``filename`` is ``path``.

@@ -1,4 +1,4 @@
-"""System limits of this process: open files and cores.
+"""Limits that the system sets for this process: open files and cores.
 
 Standard library only, because agents import it.
 """
@@ -23,7 +23,7 @@ def raise_open_files(wanted: int) -> int:
 
 
 def words_of(path: str) -> list[str]:
-    """Return the words of a file in /proc or /sys, or an empty list if it cannot be read."""
+    """Return the words of a file in /proc or /sys, or an empty list if the file cannot be read."""
     try:
         with open(f"{_ROOT}{path}", encoding="utf-8", errors="replace") as file:
             return file.read().split()
@@ -32,7 +32,7 @@ def words_of(path: str) -> list[str]:
 
 
 def cgroups(controller: str) -> Iterator[str]:
-    """Yield the directories of this process's cgroup for a controller, and of its parents (v1 and v2)."""
+    """Yield the directories of this process's cgroup and its parents for a controller (v1 and v2)."""
     for line in words_of("/proc/self/cgroup"):
         controllers, _, path = line.partition(":")[2].partition(":")
         if controllers == "":
@@ -47,7 +47,7 @@ def cgroups(controller: str) -> Iterator[str]:
 
 
 def affinity(pid: int = 0) -> set[int]:
-    """Return the cores that a process may run on, or this process's cores if they cannot be read."""
+    """Return the cores that a process may run on, or this process's cores if the former are unknown."""
     try:
         return os.sched_getaffinity(pid)
     except AttributeError:  # not Linux

@@ -54,7 +54,7 @@ class Channel:
         return cls(sock)
 
     def send(self, message: dict[str, Any], descriptors: Sequence[int] = ()) -> bool:
-        """Send a message, with open file descriptors for the peer. Returns False if the peer has closed."""
+        """Send a message, with open file descriptors, to the peer. Returns False if it has disconnected."""
         data = json.dumps(message).encode() + b"\n"
         try:
             sent = socket.send_fds(self.sock, [data], list(descriptors)) if descriptors else 0
@@ -80,10 +80,10 @@ class Frames:
 
     Args:
         read, write: Descriptors, which become non-blocking. They may be the same.
-        after: Text that precedes the first message. Earlier text (a shell's greeting) goes to ``preamble``.
+        after: Text that precedes the first message. Earlier text (such as a greeting) goes to ``preamble``.
     """
 
-    _HEAD = struct.Struct("!II")  # bytes of text and of payload
+    _HEAD = struct.Struct("!II")  # sizes of text and payload in bytes
     _MORE = 1 << 31  # flag in the first number: the payload continues in the next frame, which has no text
     _CHUNK = 1 << 20
     _MOST = 64 << 20  # larger lengths cannot come from a valid frame
@@ -102,10 +102,10 @@ class Frames:
         self._lock = threading.Lock()
         self.open = True
         self.shared: tuple[int, int] | None = None
-        """A file and the byte to lock while part of a message is sent: the local agent sends pings, too."""
+        """File and byte to lock while part of a message is sent, because the local agent also sends pings."""
 
     def send(self, message: dict[str, Any], payload: bytes = b"") -> bool:
-        """Send a message. A large payload is not copied. Returns False if the peer has closed."""
+        """Send a message. A large payload is not copied. Returns False if the peer has disconnected."""
         text, view = json.dumps(message).encode(), memoryview(payload)
         with self._lock:
             while len(view) > self._CHUNK:
@@ -121,7 +121,7 @@ class Frames:
         self.unsent += len(data)
 
     def flush(self) -> bool:
-        """Send what can be sent now. Returns False if the peer has closed."""
+        """Send what can be sent without blocking. Returns False if the peer has disconnected."""
         with self._lock:
             if self._outbox and self.shared:
                 fcntl.lockf(self.shared[0], fcntl.LOCK_EX, 1, self.shared[1])
@@ -152,7 +152,7 @@ class Frames:
         """Read once. Return messages with their payloads, and whether the peer is still connected.
 
         Raises:
-            ValueError: The data are not a message.
+            ValueError: The data is not a valid message.
         """
         try:
             data = os.read(self.read_fd, 1 << 18)

@@ -84,7 +84,7 @@ def _on_rank_0(name: str, action: Callable[[], str | None]) -> None:
         if hvd.rank() == 0:
             try:
                 problem = action() or ""
-            except Exception as error:  # any framework's error
+            except Exception as error:  # of any framework
                 problem = _not_written(name, error)
         problem = hvd.broadcast_object(problem)
     if problem:
@@ -96,7 +96,7 @@ def _not_written(name: str, error: Exception) -> str:
 
 
 def wrong_target(given: argparse.Namespace) -> str:
-    """Return why ``--export`` must not write to its target ("" if it may). Called before training starts."""
+    """Return why ``--export`` must not write to its target, or an empty string. Called before training."""
     if not given.export:
         return ""
     target = Path(given.export).resolve()
@@ -141,7 +141,7 @@ def about_model(model: Path) -> dict[str, Any]:
 
 
 def whole_model(model: Path) -> dict[str, Any]:
-    """Return the contents of ``model.json``, after checking all files of the model.
+    """Return the contents of ``model.json``, after verifying all files of the model.
 
     Raises:
         ArgumentError: ``model.json`` or one of these files is missing or damaged.
@@ -160,7 +160,7 @@ def text_file(name: str | None) -> AbstractContextManager[TextIO]:
     """Open a text file for writing. It appears under its name only when it is complete.
 
     Args:
-        name: Path of the file. A pipe or a device is written directly. If None, the text is discarded.
+        name: Path of the file. A pipe or a device is written to directly. If None, the text is discarded.
     """
     path = Path(os.path.realpath(name or os.devnull))
     if path.exists() and not path.is_file():

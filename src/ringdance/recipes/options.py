@@ -34,7 +34,7 @@ class Options(Parser):
         add("--keep", type=count, default=keep, metavar="N", help=f"checkpoints to keep; default: {keep}")
         add("--export", metavar="MODEL", help="export the best model (without --checkpoints, the last one)")
         add("--log-every", type=count, default=log_every, metavar="STEPS", help=f"default: {log_every}")
-        text = "total price of all machines per hour; the cost so far is then printed"
+        text = "price of all machines per hour; if given, the cost so far is printed"
         add("--price-per-hour", type=amount, metavar="P", help=text)
         add("--tensorboard", metavar="DIR", help="write losses, rate, speed and evaluations to DIR")
 
@@ -54,9 +54,9 @@ class Options(Parser):
         add("--threads", type=count, metavar="N", help=text)
         text = "evaluate every EPOCHS epochs and after the last one; 0: never; default: 1"
         add("--evaluate-every", type=int, default=1, metavar="EPOCHS", help=text)
-        text = "only evaluate: the best model in --checkpoints (the newest if none is best), or --weights"
+        text = "only evaluate the best (or else the newest) model in --checkpoints, or --weights"
         add("--evaluate", action="store_true", help=text)
-        add("--sample-log", metavar="DIR", help="log in DIR which images each rank used in each step")
+        add("--sample-log", metavar="DIR", help="log to DIR which images each rank uses in each step")
         self.add_shared(keep=3, log_every=20)
 
     def read(self) -> argparse.Namespace:

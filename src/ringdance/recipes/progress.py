@@ -19,12 +19,11 @@ class ProgressTable:
     Args:
         given: Options of the recipe (see ``Options``).
         unit: Name of the samples, such as "images".
-        samples: Samples per epoch.
+        samples: Number of samples per epoch.
         epochs: Length of the training run.
 
     Attributes:
-        began: Start of the run on the ``time.perf_counter`` clock. For a resumed run, it is moved back by the
-            time that earlier runs took.
+        began: Start of the run on the ``time.perf_counter`` clock, moved back by the time of earlier runs.
     """
 
     def __init__(self, given: argparse.Namespace, unit: str, samples: int, epochs: float) -> None:
@@ -73,8 +72,8 @@ class ProgressTable:
         Args:
             figures: This rank's metrics for these steps, the loss first.
             rate: Current learning rate.
-            step: Steps completed.
-            done: Samples trained on, in all epochs.
+            step: Number of steps completed.
+            done: Number of samples trained on, in all epochs.
 
         Returns:
             True if the run has reached its time limit.

@@ -5,7 +5,7 @@
 
 For click logs, the output has one line per row, in the same order: the probability of a click, and the row's
 label. If both labels occur, AUC, log-loss and calibration are printed as well. The input format requires a
-label. If your rows have none, prepend any value, such as 0:
+label. If your rows have no labels, prepend any value, such as 0:
 
     sed 's/^/0\\t/' test.txt > rows.tsv
 
@@ -14,8 +14,9 @@ Embedding rows are read from disk as needed, so the table may be larger than mem
 A directory is searched recursively for images. The output has a header and one line per image: the image's
 path (for prepared data, its number), its label, and the probability of each class. In prepared data, the
 label is the image's class. Otherwise it is the name of the image's directory, or "-" if the model does not
-know a class with that name. If there are labels, top-1 and top-5 are printed as well. As during evaluation,
-each image is cropped to the center square. Broken images are skipped and listed, and the exit code is then 3.
+know a class with that name. If there are labels, top-1 and top-5 accuracy are printed as well. As in
+evaluation, each image is cropped to the center square. Broken images are skipped and listed, and the exit
+code is then 3.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def program_of(model: Path, about: dict[str, Any]) -> Callable[..., Array]:
 
 
 def score_rows(given: argparse.Namespace, about: dict[str, Any]) -> int:
-    """Score click-log rows, and print metrics if they have labels. Returns 0."""
+    """Score click-log rows, and print metrics if they can be computed. Returns 0."""
     data = Table.open(given.data, given.split, table_size=about["table_size"])
     if data.fields != about["fields"]:
         raise ArgumentError(

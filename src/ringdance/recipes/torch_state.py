@@ -20,7 +20,7 @@ def autocast(device: torch.device, precision: str) -> AbstractContextManager[Any
 
 
 def load_weights(model: torch.nn.Module, file: str, is_head: Callable[[str], bool]) -> list[str]:
-    """Load a state dict. If the saved head is for other classes, the model keeps its current head.
+    """Load a state dict. If its head is for other classes, the model keeps its current head.
 
     Args:
         model: Model to load the state dict into.
@@ -37,7 +37,7 @@ def load_weights(model: torch.nn.Module, file: str, is_head: Callable[[str], boo
     """
     try:
         if Path(file).is_fifo():
-            raise ValueError  # reading might never end
+            raise ValueError  # not a regular file: reading might never end
         saved, own = torch.load(file, map_location="cpu", weights_only=True), model.state_dict()
         saved = next((saved[name] for name in ("model", "state_dict") if name in saved), saved)
         fits = {name: one for name, one in saved.items() if name in own and one.shape == own[name].shape}

@@ -5,7 +5,7 @@ Note [Models of recipes]: Each script defines a class for its model, with these 
 - ``framework``: Name of the framework.
 - ``figures()``: Returns this rank's metrics for the steps since the last call, "loss" first.
 - ``evaluate()``: Returns metrics over the samples of all ranks, with each sample counted once. Collective.
-- ``described(at, found)``: Formats the metrics ``found`` by an evaluation at position ``at``.
+- ``described(at, found)``: Formats ``found``, the metrics of an evaluation at position ``at``.
 - ``average_statistics()``: Averages statistics that each rank computes from its own samples, such as the
   running means of batch normalization. Collective.
 - ``state()``: Returns copies of the weights and of the optimizer's state, by name. Called on rank 0.
@@ -34,7 +34,7 @@ from ringdance.recipes.progress import ProgressTable, clock, diverged
 
 Array = np.ndarray[Any, Any]
 TRAINED_ON = "train (the data has no other split: these are not validation metrics)"
-"""Name of the evaluated split if the data has only the split that is trained on."""
+"""Name of the evaluated split if the data has only a training split."""
 
 
 @dataclass
@@ -42,9 +42,9 @@ class Position:
     """The position of a training run.
 
     Attributes:
-        step: Steps completed, in all epochs.
+        step: Number of steps completed, in all epochs.
         epoch: The current epoch, from 0.
-        done: Samples of the current epoch that have been trained on.
+        done: Number of samples of the current epoch that have been trained on.
         seconds: Training time so far, including earlier runs.
         best: Score of the best evaluation.
         worse: Number of evaluations since the best one.
@@ -66,11 +66,11 @@ class Training:
         model: Model to train. See Note [Models of recipes].
         options: Options that must have the same values to resume from a checkpoint.
         unit: Name of the samples, such as "images".
-        samples: Samples per epoch.
+        samples: Number of samples per epoch.
         epochs: Length of the training run.
         split: Name of the split that is evaluated.
         score: Name of the metric by which the best model is chosen. Higher is better.
-        suffix: Suffix of the checkpoints' names.
+        suffix: File name suffix of the checkpoints.
         table: Embedding table that is saved with the model.
 
     Attributes:
@@ -93,7 +93,7 @@ class Training:
         if given.checkpoints:
             with _one_sentence():
                 self.files = hvd.Checkpoints(given.checkpoints, given.keep, suffix=suffix)
-            if split != TRAINED_ON:  # a score on the training samples does not tell which model is best
+            if split != TRAINED_ON:  # a score on the training samples does not show which model is best
                 self.best = hvd.Checkpoints(given.checkpoints, 1, "best", suffix)
         used = getattr(given, "sample_log", None)
         self._used = Path(used) / f"rank-{hvd.rank()}.jsonl" if used else None
@@ -192,7 +192,7 @@ class Training:
         Args:
             loader: Loads the samples. See ``run``.
             rate: Returns the learning rate, given the (fractional) number of epochs completed.
-            begin: Called if training starts without a checkpoint.
+            begin: Called if there is no checkpoint to resume from.
         """
         given = self.given
         if not self.resume(best=given.evaluate):
@@ -294,7 +294,7 @@ class Training:
                 self.kept = replace(at)
                 self.save(self.best)
             return False
-        at.worse += at.step > self.kept.step  # until kept.step: an earlier run later found a better model
+        at.worse += at.step > self.kept.step  # up to kept.step, an earlier run went on to find a better model
         if self.patience and at.worse >= self.patience:
             self.print(f"stopped early: {self.score} was not above {at.best:.5f} in {at.worse} evaluations")
             return True

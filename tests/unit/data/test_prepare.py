@@ -280,7 +280,7 @@ def test_errors_say_what_to_do(tmp_path, capfd):
     (tmp_path / "src/train/n09999999").mkdir()
     assert "classes without images: n09999999" in refused("--split", "train")
     (tmp_path / "src/train/n09999999/instances.json").touch()
-    assert "is not divided into classes: n09999999 has instances.json" in refused("--split", "train")
+    assert "is not divided into classes: n09999999 contains instances.json" in refused("--split", "train")
     shutil.rmtree(tmp_path / "src/train/n09999999")
     assert not list((tmp_path / "dst").glob("train*"))
     assert run("prepare", "imagenet", tmp_path / "src", tmp_path / "src/train/dst", "--split", "train") == 2
@@ -470,7 +470,7 @@ def test_half_an_index_is_no_circle(tmp_path, capfd):
             assert "--overwrite" in output
         if name == "train.npy":
             assert prepare(*words) == 2
-            assert "train.npy, which belongs to it, is missing" in capfd.readouterr().err
+            assert "its companion file train.npy is missing" in capfd.readouterr().err
         assert prepare(*words, "--overwrite") == 0
         assert run("verify", tmp_path / "dst") == 0
     (tmp_path / "dst/train.json").unlink()
@@ -520,7 +520,7 @@ def test_a_table_without_half_its_index_is_not_well(tmp_path, capfd):
     assert run("verify", tmp_path) == 1
     assert "train.json" in capfd.readouterr().out
     assert run("generate", "criteo", *words) == 0
-    with pytest.raises(ArgumentError, match=r"It has train, validation\.$"):
+    with pytest.raises(ArgumentError, match=r"Existing splits: train, validation\.$"):
         Table.open(tmp_path, "test")
 
 
@@ -575,7 +575,7 @@ def test_an_index_of_tars_made_by_others(tmp_path, capfd):
         add(tar, "1.jpg", images[0])
     capfd.readouterr()
     assert run("index", tmp_path) == 2
-    assert "val-000000.tar: 1.jpg: no .cls or .json of this name" in capfd.readouterr().err
+    assert "val-000000.tar: 1.jpg: no .cls or .json with this name" in capfd.readouterr().err
 
 
 def test_webdataset_reads_our_tars(tmp_path):

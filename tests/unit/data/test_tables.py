@@ -197,13 +197,13 @@ def test_broken_lines_are_named(tables, tmp_path):
     assert text(b"1,2,3") == "csv, line 272: Expected 40 columns, got 3: 1,2,3"
     assert text(b"1," + b"x" * 5 + b"," * 38) == "csv, line 272: column I1: invalid value 'xxxxx'"
     assert text(b"2" + b"," * 39) == "csv, line 272: label 2: expected 0 (no click) or 1 (click)"
-    assert text(b"," * 39) == "csv, line 272: column label is empty: expected 0 or 1"
-    assert text(b"") == "csv, line 272: column label is empty: expected 0 or 1"
+    assert text(b"," * 39) == "csv, line 272: the label column is empty: expected 0 or 1"
+    assert text(b"") == "csv, line 272: the label column is empty: expected 0 or 1"
 
     def svm(line):
         return broken(tmp_path, "libsvm", b"0 1:1 7:0.5\n" * 300 + line + b"\n0 1:1 3:1\n")
 
-    pairs = "libsvm, line 301: expected a label and 2 pairs id:value, but there are "
+    pairs = "libsvm, line 301: expected a label and 2 id:value pairs, but there are "
     assert svm(b"1 3:1") == pairs + "1 pairs"
     assert svm(b"1 3:1 4:1 5:1") == pairs + "3 pairs"
     assert svm(b"1 3:1 4:y") == "libsvm, line 301: column value 2: invalid value 'y'"
@@ -224,7 +224,7 @@ def test_broken_records_are_named(tables, tmp_path):
     text = broken(tmp_path, "tfrecord", records + record)
     assert text.startswith("tfrecord, record 301: expected a tf.train.Example with label (one number), ids")
     (tmp_path / "short.tfrecord").write_bytes(records[:-7])
-    with pytest.raises(ArgumentError, match=r"short.tfrecord: the records do not end at byte \d+: damaged"):
+    with pytest.raises(ArgumentError, match=r"short.tfrecord: the last record does not end at byte \d+"):
         Table.open(tmp_path / "short.tfrecord", table_size=SIZE)
     rows.ids[299, 3] = SIZE
     text = broken(tmp_path, "rows", header(300, dtype(39)) + rows.packed().tobytes())
@@ -256,7 +256,7 @@ def test_files_that_do_not_fit_their_index(tables, tmp_path):
     assert Table.open(table.path, "libsvm", table_size=SIZE).table_size == SIZE
     with pytest.raises(ArgumentError, match=f"table_size=7: .* was prepared for {SIZE}"):
         Table.open(table.path, "libsvm", table_size=7)
-    with pytest.raises(ArgumentError, match=r"no index of 'test' \(test.json is missing\). It has csv,"):
+    with pytest.raises(ArgumentError, match=r"split 'test' \(test.json is missing\). Existing splits: csv,"):
         Table.open(table.path, "test")
     with pytest.raises(ArgumentError, match=r"raw.csv does not have an index .*\. Pass table_size="):
         Table.open(table.path / "raw.csv")

@@ -82,23 +82,25 @@ class SourceFile:
             else:
                 fields = formats.FORMATS[format].fields(data[header:])
         except (RowError, ValueError, IndexError, struct.error) as error:
-            raise ArgumentError(f"{path} is not a click-log file, by its first bytes: {error}") from None
+            raise ArgumentError(
+                f"{path} is not a click-log file, judging by its first bytes: {error}"
+            ) from None
         return cls(str(path), group, format, fields, header, about.st_size, about.st_mtime_ns, crc32c)
 
     def units(self, size: int) -> list[int]:
-        """Return the numbers of the chunks that can be read separately, or [-1]: read all in sequence."""
+        """Return the numbers of the chunks that can be read separately, or [-1] to read them in sequence."""
         ending = Path(self.path).suffix.lower()
         whole = ending in (*_COMPRESSED, PARQUET) or self.format in ("rows", "tfrecord")
         return [-1] if whole else list(range(-(-self.size // size)))
 
     def read(self, unit: int, size: int) -> Iterator[tuple[int, Any, int]]:
-        """Yield chunks: number, whole rows (an array for ``rows``), and bytes read from disk.
+        """Yield each chunk's number, its rows (an array for the format ``rows``), and bytes read from disk.
 
         Raises:
             ArgumentError: The file is damaged, or has changed since it was inspected.
         """
         if self.crc32c is not None and unit <= 0 and file_crc32c(Path(self.path)) != self.crc32c:
-            raise ArgumentError(f"{self.path} is damaged: its checksum differs from the index next to it.")
+            raise ArgumentError(f"{self.path} is damaged: its checksum differs from the one in its index.")
         for chunk in self._rows(size) if self.format == "rows" else self._pieces(unit, size):
             self._check_same()
             yield chunk
@@ -144,19 +146,19 @@ def _open(path: str) -> Iterator[tuple[BinaryIO, BinaryIO]]:
     """Open a file. Yields a stream of its contents, and the file on disk, whose position shows the progress.
 
     Raises:
-        ArgumentError: Compressed data are damaged.
+        ArgumentError: The compressed data is damaged.
     """
     with open(path, "rb") as raw:
         try:
             yield _COMPRESSED.get(Path(path).suffix.lower(), lambda raw: raw)(raw), raw
         except (EOFError, zlib.error, lzma.LZMAError, OSError) as error:
-            if isinstance(error, OSError) and error.errno is not None:  # an error of the disk
+            if isinstance(error, OSError) and error.errno is not None:  # a disk error
                 raise
             raise ArgumentError(f"{path} is damaged or incomplete: {error}") from None
 
 
 def plain(path: Path) -> Path:
-    """Return a path without a compression suffix."""
+    """Return a path without its compression suffix, if it has one."""
     return path.with_suffix("") if path.suffix.lower() in _COMPRESSED else path
 
 

@@ -22,12 +22,12 @@ class BrokenImage(Exception):
 
 @dataclass(frozen=True)
 class Cleaned:
-    """A JPEG that every decoder reads.
+    """A JPEG that every decoder can read.
 
     Attributes:
         image: Encoded image. The original bytes if nothing had to change.
         height, width: Size in pixels.
-        note: Why the image was converted, or "".
+        note: Why the image was converted. Empty if it was not.
     """
 
     image: bytes
@@ -39,11 +39,11 @@ class Cleaned:
 def clean(data: bytes, resize: int = 0) -> Cleaned:
     """Check and convert an image.
 
-    The whole image is decoded, but at an eighth of its size: that finds damage in a third less time.
+    The whole image is decoded, but at an eighth of its size, which finds damage in a third less time.
 
     Args:
         data: Encoded image.
-        resize: Target for the shorter side, in pixels. Smaller images are not resized, and with 0 none are.
+        resize: Target for the shorter side, in pixels. Smaller images are not resized. If 0, none are.
 
     Raises:
         BrokenImage: The image cannot be decoded.
@@ -64,10 +64,10 @@ def clean(data: bytes, resize: int = 0) -> Cleaned:
 
 
 def _orientation(data: bytes) -> int:
-    """Return EXIF's orientation. 1 is upright; 0 is unreadable, which viewers treat as upright."""
+    """Return the EXIF orientation: 1 if upright, or 0 if unreadable, which viewers treat as upright."""
     try:
         return int(needed("PIL.Image").open(io.BytesIO(data)).getexif().get(0x0112, 1))
-    except Exception:  # Pillow's parser raises many kinds
+    except Exception:  # Pillow's parser raises many kinds of exceptions
         return 0
 
 
@@ -85,13 +85,15 @@ def _shrunk(data: bytes, height: int, width: int, resize: int) -> Cleaned:
 
 def _encoded(image: object, height: int, width: int, note: str = "") -> Cleaned:
     pil = needed("PIL.Image")
-    resized = image if image.size == (width, height) else image.resize((width, height), pil.LANCZOS)  # type: ignore[attr-defined]
+    resized = image if image.size == (width, height) else image.resize(  # type: ignore[attr-defined]
+        (width, height), pil.LANCZOS
+    )
     pixels = np.ascontiguousarray(resized)
     return Cleaned(needed("simplejpeg").encode_jpeg(pixels, QUALITY, "RGB", "420"), height, width, note)
 
 
 def _converted(data: bytes, resize: int, problem: str) -> Cleaned:
-    """Decode with Pillow, which knows more formats, and encode as JPEG."""
+    """Decode with Pillow, which supports more formats, and encode as JPEG."""
     from ringdance.data import images  # imported here so that a missing Pillow gives a clear error
 
     pil = needed("PIL.Image")
@@ -102,7 +104,7 @@ def _converted(data: bytes, resize: int, problem: str) -> Cleaned:
                 note = problem if image.format == "JPEG" else f"{image.format} instead of JPEG"
                 needed("PIL.ImageOps").exif_transpose(image, in_place=True)
                 rgb = images.as_rgb(image)
-    except Exception as error:  # Pillow's decoders raise many kinds, some with an object's address
+    except Exception as error:  # Pillow's decoders raise many exceptions, some with an object address
         text = re.sub(r" <_io.BytesIO object at \w+>", "", str(error))
         raise BrokenImage(f"{problem}; {text}" if data[:2] == b"\xff\xd8" else text) from None
     width, height = rgb.size

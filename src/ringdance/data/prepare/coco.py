@@ -1,4 +1,4 @@
-"""Check annotations in COCO's format and their images. Leave out broken entries, and list them."""
+"""Check annotations in COCO format and their images. Leave out broken entries, and list them."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _read(path: Path) -> bytes:
 
 
 def check(table: Fields, directory: Path) -> Problems:
-    """Reduce a split's table to its valid entries, with images sorted by number. Returns the rest."""
+    """Reduce a split's table to its valid entries, with images sorted by number. Returns the problems."""
     problems: Problems = []
     kinds = {entry["id"]: entry for entry in _unique(problems, table, "categories")}
     images = {entry["id"]: entry for entry in _unique(problems, table, "images")}
@@ -119,7 +119,7 @@ def _unique(problems: Problems, table: Fields, part: str) -> Iterator[Fields]:
     for place, entry in enumerate(table[part]):
         number = entry.get("id") if isinstance(entry, dict) else None
         if not isinstance(number, int) or number < 0:
-            problems.append((what, f"entry {place}", "its id is not a whole number of 0 or more"))
+            problems.append((what, f"entry {place}", "its id is not a non-negative integer"))
         elif number in seen:
             problems.append((what, str(number), f"entry {place} repeats the id of an earlier {what}"))
         else:
@@ -131,7 +131,7 @@ _ONE = {"images": "image", "annotations": "annotation", "categories": "category"
 
 
 def _image_fault(one: Fields, directory: Path) -> str:
-    """Return what is wrong with an image or its file, "" if nothing is."""
+    """Return what is wrong with an image or its file, or an empty string."""
     from ringdance.data.images import decode  # imported here so that a missing package gives a clear error
 
     if not isinstance(name := one.get("file_name"), str):
@@ -150,7 +150,7 @@ def _image_fault(one: Fields, directory: Path) -> str:
 
 
 def _object_fault(one: Fields, images: dict[int, Fields], kinds: dict[int, Fields]) -> str:
-    """Return what is wrong with an annotation, "" if nothing is. Fills in a missing area."""
+    """Return what is wrong with an annotation, or an empty string. Fills in a missing area."""
     for name, known in (("image_id", images), ("category_id", kinds)):
         if not isinstance(number := one.get(name), int) or number not in known:
             return f"unknown {name} {number}"
@@ -185,7 +185,7 @@ def _drop_slivers(problems: Problems, one: Fields) -> None:
 
 
 def _outline_fault(outline: Any, about: Fields) -> str:
-    """Return what is wrong with polygons or run lengths, "" if nothing is."""
+    """Return what is wrong with polygons or run lengths, or an empty string."""
     if isinstance(outline, list):
         whole = bool(outline) and all(
             isinstance(one, list) and len(one) >= 6 and _numbers(one, len(one) // 2 * 2) for one in outline
@@ -204,11 +204,11 @@ def _outline_fault(outline: Any, about: Fields) -> str:
         whole = all(isinstance(run, int) and run >= 0 for run in lengths) and sum(lengths) == math.prod(size)
     except (TypeError, IndexError):
         whole = False
-    return "" if whole else f"its run lengths are not for {math.prod(size)} pixels"
+    return "" if whole else f"its run lengths do not add up to {math.prod(size)} pixels"
 
 
 def run_lengths(text: str) -> list[int]:
-    """Decode COCO's compressed run lengths: 5 bits per character, lowest first.
+    """Decode COCO's compressed run lengths: 5 bits per character, lowest bits first.
 
     From the fourth number on, each is stored as its difference from the number two places before it.
 
@@ -235,7 +235,7 @@ _LARGEST = 1e15  # limit for meaningful numbers; NaN fails the comparison, too
 
 
 def _numbers(values: Any, count: int) -> bool:
-    """True for a list of ``count`` numbers, none of them NaN or huge."""
+    """Return True for a list of ``count`` numbers, none of which is NaN or huge."""
     return (
         isinstance(values, list) and len(values) == count
         and all(isinstance(value, int | float) and abs(value) < _LARGEST for value in values)

@@ -33,19 +33,19 @@ SPLITS = ("train", "validation")
 _PROBLEMS = "problems.tsv"
 _FILE_SIZE = 256 << 20
 _CHUNK, _LARGE = 64 << 20, 256 << 30
-"""Bytes to parse at once for each so many bytes of source. Their ratio limits the number of runs."""
+"""Chunks have _CHUNK bytes, plus _CHUNK for every _LARGE bytes of source, to limit the number of runs."""
 _TRIED, _BEGINNING = 16, 1 << 22
 """Number of files, and of bytes at the start of each, used to estimate the size of the result."""
 
 
 def find(paths: Sequence[Path], validation: Path | None) -> list[SourceFile]:
-    """Find the click-log files in directories or among files.
+    """Find the click-log files among the given files and in the given directories.
 
     If Ringdance prepared a directory, its train split is used for training and its validation split for
     validation.
 
     Raises:
-        ArgumentError: No files are found, or their rows do not match.
+        ArgumentError: No files are found, some are given twice, or their numbers of fields differ.
     """
     entries = [(*pair, 0) for path in paths for pair in _files(path, "train")]
     if validation is None and len(paths) == 1 and (paths[0] / "validation.json").exists():
@@ -56,7 +56,7 @@ def find(paths: Sequence[Path], validation: Path | None) -> list[SourceFile]:
     for path, *_ in entries:
         names = {plain(path), plain(path.resolve())}
         if other := next((seen[name] for name in names if name in seen), None):
-            raise ArgumentError(f"{path} has the rows of {other}. Leave out one of these files.")
+            raise ArgumentError(f"{path} has the same rows as {other}. Leave out one of these files.")
         seen |= dict.fromkeys(names, path)
     files = [SourceFile.of(path, group, crc32c) for path, crc32c, group in entries]
     if len(kinds := {file.fields for file in files}) > 1:
@@ -125,7 +125,7 @@ def prepare(given: argparse.Namespace) -> int:
         run_tasks(scatter, [(destination, *one) for one in units], given.num_proc, progress)
         runs, left_out = _runs(destination, plan)
         if not runs:
-            raise ArgumentError(f"{files[0].path} has no rows, and neither do the other files of SRC.")
+            raise ArgumentError(f"{files[0].path} has no rows, and neither do the other files in SRC.")
         counts = write_cuts(destination, runs).tolist()
         left = [n for n, name in enumerate(plan.names) if not plans.finished(destination, name)]
         rows = sum(counts[number] for number in left)
@@ -168,7 +168,7 @@ def _rows_in_a_byte(files: Sequence[SourceFile], table_size: int) -> float:
 
 
 def _begin_or_resume(destination: Path, plan: ShufflePlan, overwrite: bool) -> None:
-    """Make the directory ready for the plan: remove its files unless they belong to the same plan.
+    """Prepare the directory for the plan: remove its files unless they belong to the same plan.
 
     Raises:
         ArgumentError: The directory has a data set that was started with other options or files, and
@@ -229,7 +229,7 @@ def _runs(destination: Path, plan: ShufflePlan) -> tuple[list[str], int]:
 def _close(destination: Path, plan: ShufflePlan) -> None:
     """Write the indexes for the finished files."""
     directory = plans.state(destination)
-    for split in reversed(SPLITS):  # train.json comes last: if it exists, everything is complete
+    for split in reversed(SPLITS):  # train.json is last, so if it exists, everything is complete
         written = []
         for name in (file for file in plan.names if file.startswith(split)):
             about = plans.record_of(destination, name)

@@ -124,7 +124,7 @@ def _files(directory: Path, pattern: str) -> list[tuple[Path, str]]:
     """Return the TFRecords and tars, and their formats. Reports other files.
 
     Raises:
-        ArgumentError: No TFRecords or tars are found, or a file named like them is neither.
+        ArgumentError: No TFRecords or tars are found, or a file with such a name is neither.
     """
     own = {f"{one.stem}{end}" for one in directory.glob("*.json") if is_index(one) for end in _OWN}
     shards, others = [], []
@@ -150,7 +150,7 @@ def _files(directory: Path, pattern: str) -> list[tuple[Path, str]]:
 
 
 def _format(path: Path) -> str:
-    """Return a file's format according to its first bytes, "" if it is neither TFRecords nor a tar."""
+    """Return a file's format according to its first bytes. Empty if it is neither TFRecords nor a tar."""
     if path.name.startswith(".") or not path.is_file():
         return ""
     with open(path, "rb") as file:
@@ -199,7 +199,7 @@ def _scan_tfrecord(path: Path) -> _Scanned:
 def _scan_tar(path: Path) -> _Scanned:
     """Read a tar's headers and labels.
 
-    As in WebDataset, the members of a sample follow each other, and their names are equal up to the first dot
+    As in WebDataset, the members of a sample are adjacent, and their names are the same up to the first dot
     in the last path component.
     """
     scanned = _Scanned(path)
@@ -233,14 +233,14 @@ def _add_sample(
     """Add a sample, or record why it is left out."""
     image = next((images[ending] for ending in _ENDINGS if ending in images), None)
     if image is None or not labels:
-        scanned.left_out.append((name, f"no {'.cls or .json' if image else 'image'} of this name"))
+        scanned.left_out.append((name, f"no {'.cls or .json' if image else 'image'} with this name"))
         return
     label = next((label for label in labels if _class(label) is not None), labels[0])
     scanned.add(image.name, (image.offset_data, image.size), label)
 
 
 def _label(data: bytes) -> object:
-    """Return the class that a .cls or .json file states."""
+    """Return the class given in a .cls or .json file."""
     try:
         value = json.loads(data)
     except (ValueError, RecursionError):

@@ -68,7 +68,7 @@ def _splits(directory: Path) -> Iterator[Dataset | Table | ArgumentError]:
 
 
 def _problems(data: Dataset | Table, decode: bool, number: int) -> list[str]:
-    """Return what is wrong with a file."""
+    """Check a file, and return its problems."""
     file = data.files[number]
     path, problems = data.path / file.name, []
     try:

@@ -28,7 +28,7 @@ def validation_labels(
         given: The label file. If None, one is searched for.
 
     Raises:
-        ArgumentError: A label file is not found, or does not fit the images.
+        ArgumentError: No label file is found, or it does not match the images.
     """
     candidates = (path for base in _around(source) for name in _LABELS if (path := base / name).exists())
     label_file = given or next(candidates, None)
@@ -46,7 +46,7 @@ def validation_labels(
 
 
 def _around(source: Path) -> Iterator[Path]:
-    """Yield directories that may have files about the images, as in Kaggle's archive."""
+    """Yield directories that may contain label files, as in Kaggle's archive."""
     base = source.absolute()
     yield base
     yield base / "ILSVRC"
@@ -66,7 +66,7 @@ def _of_text(path: Path, images: Sequence[str], classes: Sequence[str]) -> dict[
     if any(len(row) == 1 for row in rows):
         if not all(_SYNSET.fullmatch(row[0]) or row[0] in classes for row in rows):
             raise ArgumentError(
-                f"the lines of {path} are not names of classes such as n01440764. The numbers in the "
+                f"the lines of {path} are not class names such as n01440764. The numbers in the "
                 f"development kit's ground truth are not labels. Use {_LABELS[1]}."
             )
         if len(rows) != len(images):

@@ -1,7 +1,7 @@
 """The plan that assigns images to files. It is stored on disk for the processes that write the files.
 
 In ``DST/.prepare``, a split has ``train.json`` (options, source, and where each file's images begin in the
-two others), ``train.places.npy`` and ``train.names``. A finished file has ``NAME.rows.npy``, and
+other two), ``train.places.npy`` and ``train.names``. A finished file has ``NAME.rows.npy``, and
 ``NAME.json``, which is written last and has the checksum of ``NAME.rows.npy``. When all files are finished,
 only ``train.json`` stays: it tells a later run what was done.
 """
@@ -30,7 +30,7 @@ from ringdance.errors import ArgumentError
 
 T = TypeVar("T")
 DAMAGE = (ValueError, TypeError, LookupError, AttributeError)
-"""Errors that a damaged JSON file causes when it is parsed or used."""
+"""Exceptions that a damaged JSON file causes when it is parsed or used."""
 _SEED = 0
 
 
@@ -42,11 +42,11 @@ class SplitPlan:
         split: Name of the split, such as "train".
         format: "tfrecord" or "webdataset".
         shards: Number of files.
-        resize: Shorter side of resized images in pixels, or 0.
+        resize: Shorter side of resized images in pixels, or 0 if images are not resized.
         fingerprint: Fingerprint of the source.
         images: Number of images.
         size: Total size of the images in bytes.
-        root, classes, tars, changed: Same as in the source.
+        root, classes, tars, changed: Same as in ``Source``.
         first: Number of the first image in each file, and the total number of images.
         names_at: Offset of each file's names in the file of names, and that file's size.
     """
@@ -143,7 +143,7 @@ def record(destination: Path, file: ShardFile | TableFile, kind: str, array: Arr
     Args:
         destination: The data set's directory.
         file: Entry for the index.
-        kind: Name of ``array`` in the array's file name.
+        kind: Word for the contents of ``array``, used in its file name.
         array: What the index will contain about each row of the file, or about each block of rows.
         more: Further values for the record.
     """
@@ -198,7 +198,7 @@ def locked(destination: Path) -> Iterator[None]:
 
 
 def list_problems(path: Path, problems: Sequence[Sequence[str]]) -> None:
-    """Write a file with one line per problem. Does not write a file if there are none."""
+    """Write a file with one line per problem. If there are none, no file is written."""
     path.unlink(missing_ok=True)
     if problems:
         lines = ("\t".join(problem).replace("\n", " ") + "\n" for problem in problems)
@@ -222,14 +222,14 @@ def check_broken(what: str, count: int, total: int, most: int | None, path: Path
     if count > limit:
         raise ArgumentError(
             f"too many broken items: {what}, but --max-broken is {limit}. {path} lists them. No data set was "
-            "written. Repair them, or run the same command again with a larger --max-broken."
+            "written. Repair the items, or run the same command again with a larger --max-broken."
         )
     if count:
         say(f"left out {what} as broken, listed in {path}")
 
 
 def make(source: Source, format: str, shards: int, resize: int) -> tuple[SplitPlan, Array]:
-    """Shuffle a split's images into files, always in the same way.
+    """Distribute a split's images over files in a shuffled order, the same in every run.
 
     Returns:
         The plan without the offsets of names, and the numbers of the images in their new order.

@@ -49,7 +49,9 @@ def prepare(given: argparse.Namespace) -> int:
             what = "; ".join(f"{ending}: {counted(names)}" for ending, names in part.left_out.items())
             say(f"{part.split}: left out, because they are not named like images: {what}")
         if destination.is_relative_to(part.root):
-            raise ArgumentError(f"{destination} is in {part.root}, whose directories are classes. Move DST.")
+            raise ArgumentError(
+                f"{destination} is in {part.root}, whose directories are classes. Choose another DST."
+            )
     plans.state(destination).mkdir(parents=True, exist_ok=True)
     with plans.locked(destination):
         made = [plans.make(part, given.format, _shards(part, given.shards), given.resize) for part in sources]
@@ -114,7 +116,7 @@ def _check_same(destination: Path, plan: SplitPlan) -> None:
         changed = "files with its images were changed or copied again since"
         if complete:
             say(f"{plan.split}: {changed}")
-        else:  # otherwise its files would come from different states of the source
+        else:  # otherwise the files would come from different states of the source
             differences = [changed]
     if differences:
         raise ArgumentError(

@@ -33,7 +33,7 @@ class PrepareProgress(Progress):
 
     Args:
         size: Total work in bytes, or in samples if the work is counted in samples.
-        unit: Name for the samples.
+        unit: Name of the samples, such as "images".
     """
 
     def __init__(self, size: int, unit: str) -> None:

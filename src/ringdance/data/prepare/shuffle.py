@@ -86,7 +86,7 @@ def is_scattered(destination: Path, note: Path) -> bool:
 
 
 def scatter(destination: Path, number: int, unit: int, note: Path) -> tuple[int, int]:
-    """Parse a unit of a file, and write its chunks as sorted runs. Returns its numbers of rows and bytes."""
+    """Parse a unit of a file, and write its chunks as sorted runs. Returns the numbers of rows and bytes."""
     plan = ShufflePlan.read(destination)
     assert plan is not None
     directory = state(destination)
@@ -108,7 +108,7 @@ def scatter(destination: Path, number: int, unit: int, note: Path) -> tuple[int,
 
 
 def write_cuts(destination: Path, names: Sequence[str]) -> Array:
-    """Write where in the runs pass 2 will find each output file's rows. Returns each file's row count."""
+    """Write where pass 2 finds each output file's rows in the runs. Returns the row count of each file."""
     directory = state(destination)
     ends = np.stack([np.load(directory / f"{name}.ends.npy") for name in names])
     write_whole(directory / "cuts.npy", npy(ends))
@@ -118,7 +118,7 @@ def write_cuts(destination: Path, names: Sequence[str]) -> Array:
 
 
 def gather(destination: Path, number: int) -> tuple[int, int]:
-    """Write an output file from its rows in all runs. Returns the number of rows as samples and as work."""
+    """Write an output file from its rows in all runs. Returns the row count twice: as samples and as work."""
     plan, directory = ShufflePlan.read(destination), state(destination)
     assert plan is not None
     cuts = np.load(directory / "cuts.npy", mmap_mode="r")[:, number : number + 2].tolist()

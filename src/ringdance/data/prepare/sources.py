@@ -24,12 +24,12 @@ from ringdance.data.prepare.progress import counted, say
 from ringdance.errors import ArgumentError
 
 PLACE = np.dtype([("file", "<i4"), ("label", "<i4"), ("offset", "<u8"), ("length", "<u8")])
-"""An image's location: number of the tar (-1: its own file), class, first byte, number of bytes."""
+"""An image's location: number of the tar (-1 for a separate file), class, offset and size in bytes."""
 
 Places = np.ndarray[Any, np.dtype[np.void]]
 LeftOut = defaultdict[str, list[str]]
 Found = tuple[str, str, str, int, int, int]
-"""An image: class or "", name, tar or "", first byte, number of bytes, file's modification time in ns."""
+"""An image: class, name, tar (empty for a separate file), offset, size, file's modification time in ns."""
 
 SPLITS = {"train": ("train", "training"), "validation": ("val", "valid", "validation")}
 _TARS = {"train": "ILSVRC2012_img_train.tar", "validation": "ILSVRC2012_img_val.tar"}
@@ -47,7 +47,7 @@ class Source:
         classes: Names of the class directories, sorted.
         tars: Paths of the tars that contain images.
         names: Names of the images, relative to ``root`` or as in the tar. UTF-8, each followed by a newline.
-        ends: Shape (images,), int64. Where the next name begins.
+        ends: Shape (images,), int64. For each name, where the next one begins.
         changed: Hash of the modification times of the images' files.
         places: Locations of the images, in the same order. dtype ``PLACE``.
         left_out: Names of other files next to the images, by suffix.
@@ -91,7 +91,7 @@ def find(source: Path, splits: Sequence[str] = (), labels: Path | None = None) -
         labels: File with the labels of validation images that are not in class directories.
 
     Raises:
-        ArgumentError: Nothing is found, or labels are missing. The message names the places searched.
+        ArgumentError: No images are found, or labels are missing. The message names the places searched.
     """
     if not source.is_dir():
         raise ArgumentError(f"{source} is not a directory. SRC is the directory with the images or tars.")
@@ -100,7 +100,10 @@ def find(source: Path, splits: Sequence[str] = (), labels: Path | None = None) -
     if any(map(_own_images, places.values())) and any(_own_images(path) for path in _beside(places.values())):
         places = {}
     if others := [path.name for path in _beside(places.values()) if _is_data(path)]:
-        say(f"not read, because neither train nor validation: {counted(others)}. To read one, pass it as SRC")
+        say(
+            f"not read, because they are neither train nor validation: {counted(others)}. To read one, pass "
+            "it as SRC."
+        )
     if not places:
         if not _class_names(source):
             raise ArgumentError(
@@ -166,7 +169,7 @@ def _check_classes(place: Path) -> None:
 def _source(
     split: str, place: Path, source: Path, known: Sequence[str], labels: Path | None
 ) -> Source:
-    """List a split's images and number their classes. Holds one class at a time as Python objects."""
+    """List a split's images and number their classes. Holds only one class at a time as Python objects."""
     text, ends, places, changed = bytearray(), bytearray(), bytearray(), hashlib.sha256()
     numbers_by_class: dict[str, int] = {}
     files = {"": 0}
@@ -196,7 +199,9 @@ def _source(
     if split == "train" and (empty := sorted(set(classes) - numbers_by_class.keys())):
         for name in empty if place.is_dir() else ():
             if other := next((path for path in (place / name).glob("[!.]*") if path.is_file()), None):
-                raise ArgumentError(f"{place} is not divided into classes: {name} has {other.name} only")
+                raise ArgumentError(
+                    f"{place} is not divided into classes: {name} contains {other.name}, but no images."
+                )
         raise ArgumentError(
             f"{place} has classes without images: {', '.join(empty[:5])}. Remove them, or complete SRC."
         )
@@ -212,7 +217,7 @@ def _source(
 
 
 def _class_names(place: Path) -> list[str]:
-    """Return the classes, from the names of directories or inner tars. [] for a directory of images."""
+    """Return the class names, from directories or inner tars. The list is empty for a directory of images."""
     if place.is_file():
         with open_tar(place) as tar:
             return sorted(Path(entry.name).stem for entry in tar if entry.name.endswith(".tar"))
@@ -221,7 +226,7 @@ def _class_names(place: Path) -> list[str]:
 
 
 def _in_directory(root: Path, left_out: LeftOut) -> Iterator[Found]:
-    """Yield images by class, from class directories, tars of classes, and the directory itself."""
+    """Yield images by class, from class directories, class tars, and the directory itself."""
     above = [os.path.realpath(root)]
 
     def class_of(entry: os.DirEntry[str]) -> str:
@@ -292,7 +297,7 @@ def _is_member(member: tarfile.TarInfo, left_out: LeftOut) -> bool:
 
 
 def _in_tar(path: Path, left_out: LeftOut) -> Iterator[Found]:
-    """Yield an official tar's images by class, from inner tars of classes, or images without a class."""
+    """Yield the images of an official tar: by class from its inner tars, or without a class."""
 
     def class_of(member: tarfile.TarInfo) -> str:
         return Path(member.name).stem if member.name.endswith(".tar") else ""
@@ -322,14 +327,14 @@ def open_tar(path: Path | str) -> Iterator[tarfile.TarFile]:
 
 
 def _check_end(tar: tarfile.TarFile) -> None:
-    """Raise ReadError if data follows the last member, because tarfile takes a bad header for the end."""
+    """Raise ReadError if data follows the last member, because tarfile mistakes a bad header for the end."""
     tar.getmembers()
     file = tar.fileobj
     assert file is not None
     file.seek(tar.offset)
     while rest := file.read(1 << 20):
         if rest.strip(b"\0"):
-            raise tarfile.ReadError(f"it continues after its end, byte {tar.offset}: damaged, or tars joined")
+            raise tarfile.ReadError(f"data follows its end, byte {tar.offset}: damaged, or tars joined")
 
 
 def _members(tar: tarfile.TarFile, left_out: LeftOut) -> Iterator[tuple[str, int, int]]:

@@ -15,7 +15,7 @@ from ringdance.data.prepare.progress import PrepareProgress, say
 from ringdance.errors import ArgumentError
 
 Work = Callable[..., tuple[int, int]]
-"""Runs a task with its arguments. Returns the number of its samples, and their bytes."""
+"""Runs a task, given its arguments. Returns the number of its samples, and their size in bytes."""
 
 
 def run_tasks(
@@ -26,7 +26,7 @@ def run_tasks(
     Args:
         work: A module-level function. It must be safe to run a task again after an interruption.
         tasks: The arguments of each task.
-        processes: Maximum number of processes. 1 means this process.
+        processes: Maximum number of processes. If 1, the tasks run in this process.
         progress: Counts finished work.
 
     Raises:

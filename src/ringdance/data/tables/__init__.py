@@ -1,4 +1,4 @@
-"""Tables of click logs. Each row has a label and fields, which are pairs of an id and a value. NumPy only."""
+"""Tables of click logs. Each row has a label and fields, which are (id, value) pairs. Needs only NumPy."""
 
 from ringdance.data.tables.loader import TableBatch, TableLoader
 from ringdance.data.tables.planted import planted

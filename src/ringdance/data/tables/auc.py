@@ -11,7 +11,7 @@ Array = np.ndarray[Any, Any]
 
 
 def counted(scores: Array, positive: Array) -> tuple[Array, Array]:
-    """Return the distinct scores, ascending, and positive and negative counts per score, shape (n, 2)."""
+    """Return the distinct scores in ascending order, and their positive and negative counts, shape (n, 2)."""
     values, places = np.unique(scores, return_inverse=True)
     counts = [np.bincount(places[mask], minlength=len(values)) for mask in (positive, ~positive)]
     return values, np.stack(counts, 1)

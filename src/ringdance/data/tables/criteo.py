@@ -20,7 +20,7 @@ _TYPES = [
 ]
 
 Texts = tuple[Array, Array]
-"""A column's strings: the offset of each and the end of the last, shape (n + 1,), and their bytes."""
+"""The strings of a column: their offsets and the end of the last one, shape (n + 1,), and their bytes."""
 
 
 def parse(data: Array, starts: Array, fields: int, table_size: int) -> Rows:
@@ -29,7 +29,7 @@ def parse(data: Array, starts: Array, fields: int, table_size: int) -> Rows:
     delimiter = "\t" if (data[: starts[1]] == ord("\t")).any() else ","
     parsed = columns(data, delimiter, _TYPES, null=True)
     if parsed[0].null_count:
-        raise RowError("column label is empty: expected 0 or 1")
+        raise RowError("the label column is empty: expected 0 or 1")
     rows = Rows.empty(len(starts) - 1, FIELDS)
     rows.labels[:] = parsed[0].to_numpy()
     numbers = np.stack([column.to_numpy(zero_copy_only=False) for column in parsed[1 : 1 + NUMERIC]], axis=1)
@@ -60,12 +60,12 @@ def transform(numbers: Array, texts: Sequence[Texts], out: Rows, table_size: int
         ArgumentError: ``table_size`` leaves no ids for the categories.
     """
     if table_size <= NUMERIC:
-        raise ArgumentError(f"table_size={table_size}: the numbers take {NUMERIC} ids. Use a larger table.")
+        raise ArgumentError(f"table_size={table_size}: the numeric columns use {NUMERIC} ids. Increase it.")
     out.ids[:, :NUMERIC] = np.arange(NUMERIC)
     out.values[:, :NUMERIC] = np.log1p(np.fmax(numbers, 0))  # fmax turns NaN into 0
     out.values[:, NUMERIC:] = 1
     hashes, rows = hash_texts(texts), np.uint64(table_size - NUMERIC)
-    hashes -= hashes // rows * rows  # the remainder; NumPy divides by a scalar much faster than it does %
+    hashes -= hashes // rows * rows  # the remainder, because dividing by a scalar is much faster than %
     out.ids[:, NUMERIC:] = hashes.reshape(CATEGORICAL, -1).T
     out.ids[:, NUMERIC:] += NUMERIC
 
@@ -98,7 +98,7 @@ def hash_texts(texts: Sequence[Texts]) -> Array:
     return state
 
 
-_MASKS = np.array([(1 << 8 * count) - 1 for count in range(9)], np.uint64)  # keep a word's first bytes
+_MASKS = np.array([(1 << 8 * count) - 1 for count in range(9)], np.uint64)  # to keep a word's first bytes
 
 
 def mixed(value: Array) -> Array:

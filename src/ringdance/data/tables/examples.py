@@ -1,4 +1,4 @@
-"""Tables as TFRecords: one ``tf.train.Example`` per row. NumPy alone parses many rows at once.
+"""Tables as TFRecords: one ``tf.train.Example`` per row. Many rows are parsed at once, with NumPy alone.
 
 The features are ``label`` (a float or an integer), ``ids`` (integers) and ``values`` (floats), as in the
 public DeepFM scripts. The last two may also be called ``feat_ids`` and ``feat_vals``. All rows are decoded in
@@ -31,7 +31,7 @@ def bounds(data: Array) -> Array:
         at += _length(view, at)[0] + _HEAD + _TAIL
         offsets.append(at)
     if at != size:
-        raise RowError(f"the records do not end at byte {size}: damaged, or not a TFRecord file")
+        raise RowError(f"the last record does not end at byte {size}: damaged, or not a TFRecord file")
     return np.array(offsets)
 
 
@@ -69,7 +69,7 @@ def fields(data: Array) -> int:
 
 
 def parse(data: Array, starts: Array, fields: int, table_size: int) -> Rows:
-    """Parse records. All have the same number of fields."""
+    """Parse records, which must all have the same number of fields."""
     label, ids, values = _features(data, starts[:-1] + _HEAD, starts[1:] - _TAIL)
     number = data[label[1]] if (label[0] == INT64_LIST).all() else _floats(data, label, 1)[:, 0]
     return Rows(number.astype(np.float32), _integers(data, ids, fields), _floats(data, values, fields))
@@ -79,7 +79,7 @@ Feature = tuple[Array, Array, Array]
 
 
 def _features(data: Array, at: Array, end: Array) -> tuple[Feature, Feature, Feature]:
-    """Return, for label, ids and values, the kind and where the packed numbers begin and end."""
+    """For label, ids and values, return the kind, and the start and end of the packed numbers."""
     count = len(at)
     located = np.zeros((3, 3, count), np.int64)  # feature; kind, begin, end; row
     at, stop = _message(data, at, 1)  # Features
@@ -107,7 +107,7 @@ def _features(data: Array, at: Array, end: Array) -> tuple[Feature, Feature, Fea
 
 
 def _message(data: Array, at: Array, number: int | None) -> tuple[Array, Array]:
-    """Return where the messages whose tags are at ``at`` begin and end. Checks ``number`` if it is given."""
+    """Return the start and end of the messages whose tags are at ``at``. Checks ``number`` if it is given."""
     at = np.minimum(at, len(data) - PADDING)
     if number is not None and (data[at] != (number << 3 | 2)).any():
         raise RowError(_EXPECTED)

@@ -1,4 +1,4 @@
-"""The interface between tables and the file formats that need parsing, which are all but ``rows``."""
+"""The interface between tables and the file formats that need parsing, that is, all but ``rows``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _CHUNK = 1 << 24  # bytes to scan at a time
 
 @dataclass(frozen=True)
 class Format:
-    """How to find and parse rows.
+    """How to find and parse the rows of a file format.
 
     Attributes:
         unit: What error messages call a row.
@@ -46,7 +46,7 @@ FORMATS = {
 
 
 def format_of(head: bytes, suffix: str = "") -> str:
-    """Return a file's format according to its suffix, or otherwise according to its first bytes."""
+    """Determine a file's format from its suffix or, failing that, from its first bytes."""
     if suffix.lower() in SUFFIXES:
         return SUFFIXES[suffix.lower()]
     line = head.partition(b"\n")[0]
@@ -75,7 +75,7 @@ def parse(
 
 
 def scan(path: Path, name: str) -> tuple[int, int, Array]:
-    """Return a file's rows, fields and block offsets. See Note [The index of a table].
+    """Return a file's number of rows, number of fields and block offsets. See Note [The index of a table].
 
     Raises:
         RowError: The file has no rows, or is not in that format.

@@ -1,4 +1,4 @@
-"""Find and parse the rows of tables that are lines of text. Includes the LibSVM format."""
+"""Find and parse the rows of text files, one row per line. Includes the LibSVM format."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def bounds(data: Array) -> Array:
 
 
 def pieces(stream: BinaryIO, size: int, first: int | None = None) -> Iterator[bytes]:
-    """Yield whole lines in chunks of about ``size`` bytes, the first about ``first``. All end with ``\\n``.
+    """Yield chunks of whole lines, about ``size`` bytes each (the first: ``first``). All end with ``\\n``.
 
     A line belongs to the chunk in which it begins.
     """
@@ -82,14 +82,14 @@ def libsvm_fields(data: Array) -> int:
 
 
 def parse_libsvm(data: Array, starts: Array, fields: int, table_size: int) -> Rows:
-    """Parse lines ``label id:value id:value ...``, with ids from 1. All have the same number of fields."""
+    """Parse lines of the form ``label id:value id:value ...``, with ids from 1 and ``fields`` pairs."""
     data = data[: starts[-1]]
     loose = starts[1:][data[starts[1:] - 2] == SPACE] - 2  # spaces at the end of a line
     if len(loose):
         data = np.delete(data, loose)
     colons = data == COLON
     if (pair_count := np.count_nonzero(colons)) != fields * (len(starts) - 1):
-        raise RowError(f"expected a label and {fields} pairs id:value, but there are {pair_count} pairs")
+        raise RowError(f"expected a label and {fields} id:value pairs, but there are {pair_count} pairs")
     data -= colons * np.uint8(COLON - SPACE)  # turns colons into spaces
     pairs = [(f"{part} {n}", kind) for n in range(1, fields + 1) for part, kind in _PAIR]
     parsed = [column.to_numpy() for column in columns(data, " ", [("label", "float32"), *pairs])]

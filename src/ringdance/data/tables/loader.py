@@ -52,7 +52,7 @@ class TableBatch:
 class TableLoader(Batches):
     """Batches of a table. Each iteration yields the rest of the current epoch.
 
-    An epoch takes blocks of 256 rows in an order drawn from ``seed`` and the epoch's number. The order is the
+    An epoch takes blocks of 256 rows in an order drawn from ``seed`` and the epoch number. The order is the
     same for all formats and any number of ranks. Each rank reads only its own share.
 
     Args:
@@ -67,8 +67,8 @@ class TableLoader(Batches):
         drop_last: If True, skip an epoch's last global batch if it is short.
 
     Raises:
-        ArgumentError: An argument is invalid. During iteration: a row is broken. The message names the row
-            and the file.
+        ArgumentError: An argument is invalid, or a row that an iteration reads is broken. For a broken row,
+            the message names the row and the file.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class TableLoader(Batches):
         return iter(lambda: list(islice(parts, self._together)), [])
 
     def prepare(self, epoch: Epoch, part: list[Part]) -> Wait:
-        """Submit a group of batches to a thread."""
+        """Submit the reading of a group of batches to a thread."""
         return epoch.pool.submit(self._read, part, epoch.stop).result
 
     def _read(self, parts: list[Part], stopped: threading.Event) -> list[TableBatch]:

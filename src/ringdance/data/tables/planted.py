@@ -2,8 +2,8 @@
 
 A row's logit comes from a factorization machine with hidden weights and factors: it is the sum of a bias, a
 weight for each field, and the inner products of the factors for all pairs of fields. A linear model can learn
-only the weights. Rare categories have neither weights nor factors, which could not be learned from any number
-of rows.
+only the weights. Rare categories have neither weights nor factors, because these could not be learned from
+any number of rows.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ringdance.data.tables import criteo
 from ringdance.data.tables.rows import Array, Rows
 
 BLOCK = 1 << 14
-"""Rows per block. Its number is part of the seed, so a short table has the first rows of a long one."""
+"""Rows per block. The block number is part of the seed, so a short table has the first rows of a long one."""
 _CATEGORIES = (
     1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194, 27, 14992, 5461306, 10,
     5652, 2173, 4, 7046547, 18, 15, 286181, 105, 142572,
@@ -28,9 +28,9 @@ _CATEGORIES = (
 _MISSING_NUMBERS = (0.44, 0, 0.22, 0.22, 0.02, 0.22, 0.04, 0, 0.04, 0.44, 0.04, 0.76, 0.22)
 _MISSING_CATEGORIES = {2: 0.03, 3: 0.03, 5: 0.12, 11: 0.03, 15: 0.03, 18: 0.44, 19: 0.44, 20: 0.03, 21: 0.76,
                        23: 0.03, 24: 0.44, 25: 0.44}  # fmt: skip
-_MEDIANS = (1, 3, 6, 4, 2700, 33, 3, 7, 38, 1, 1, 1, 4)  # medians of the numbers
+_MEDIANS = (1, 3, 6, 4, 2700, 33, 3, 7, 38, 1, 1, 1, 4)  # medians of the numeric columns
 _POWER = 1.15  # the k-th most frequent category has a share of about k ** -_POWER
-_KNOWN = 1024  # only this many categories of a column have weights, the most frequent ones
+_KNOWN = 1024  # only this many categories of a column, the most frequent ones, have weights
 _PAIRED = 120  # columns with more categories have no factors, because each pair must occur often
 _FACTORS = 4
 _POSITIVE = 0.25
@@ -53,7 +53,7 @@ class PlantedRows:
     probabilities: Array
 
     def part(self, start: int, stop: int) -> PlantedRows:
-        """Return some rows, without a copy."""
+        """Return a range of rows, without copying them."""
         return PlantedRows(
             self.labels[start:stop], self.numbers[start:stop],
             [(begins[start : stop + 1], data) for begins, data in self.texts],
@@ -72,9 +72,9 @@ def planted(rows: int, seed: int = 0, day: int = 0, start: int = 0) -> Iterator[
     """Draw rows, up to 16,384 at a time.
 
     Args:
-        rows: Number of rows. A smaller number yields the first rows of a larger one.
+        rows: Number of rows. The first rows are the same for any number.
         seed: Seed of the hidden weights and of the rows.
-        day: Number of the day, from 0. Each day has different rows with the same weights.
+        day: Day number, from 0. Each day has different rows, drawn with the same weights.
         start: Number of the first row.
     """
     check_positive(rows=rows)
@@ -86,7 +86,7 @@ def planted(rows: int, seed: int = 0, day: int = 0, start: int = 0) -> Iterator[
 
 @lru_cache(maxsize=1)
 class _Hidden:
-    """Weights and factors of the fields. Column 0 holds the weights, the others hold the factors."""
+    """Weights and factors of the fields. Column 0 holds the weights, and the others hold the factors."""
 
     def __init__(self, seed: int) -> None:
         random = np.random.RandomState([seed, 1 << 20])
@@ -118,7 +118,7 @@ class _Hidden:
         return PlantedRows(labels, numbers, list(map(_texts, words, present)), probabilities)
 
     def columns(self, random: np.random.RandomState) -> tuple[Array, Array, Array, Array]:
-        """Draw numbers, the categories' words, which words are present, and the logits without the bias."""
+        """Draw numbers, categories' words, a mask of the words present, and logits without the bias."""
         total, squares = np.zeros((2, BLOCK, 1 + _FACTORS))
         numbers = np.empty((BLOCK, criteo.NUMERIC))
         for column, hidden in enumerate(self.numbers):
@@ -149,7 +149,7 @@ def _power_law(uniform: Array, count: int) -> Array:
 
 
 def _texts(words: Array, there: Array) -> criteo.Texts:
-    """Return 8 hexadecimal digits for each word that is present, and nothing for others."""
+    """Return 8 hexadecimal digits for each word that is present, and an empty string for each other word."""
     shifts = np.arange(28, -1, -4, dtype=np.uint32)
     data = _DIGITS[words[there][:, None] >> shifts & np.uint32(15)]
     return np.append(0, np.cumsum(there * 8)).astype(np.int32), np.ascontiguousarray(data).reshape(-1)

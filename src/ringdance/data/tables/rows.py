@@ -10,11 +10,11 @@ import numpy as np
 
 Array = np.ndarray[Any, Any]
 BLOCK = 256
-"""Rows that stay together when a table is shuffled. A file's index holds each block's offset."""
+"""Rows per block. Blocks stay together when a table is shuffled, and its index holds their offsets."""
 
 
 PADDING = 32
-"""Bytes after the parsed data, so that parsers may read a few bytes beyond the end unchecked."""
+"""Number of padding bytes after the data, so that parsers may read a few bytes beyond the end."""
 
 
 class RowError(ValueError):
@@ -35,7 +35,7 @@ class Rows(NamedTuple):
     values: Array
 
     def part(self, start: int, stop: int) -> Rows:
-        """Return some rows, without a copy."""
+        """Return a range of rows, without copying them."""
         return Rows(*(array[start:stop] for array in self))
 
     @classmethod
@@ -82,12 +82,12 @@ def by_halves(
     """Read and check rows, all in one call if none is broken. Otherwise find broken rows by bisection.
 
     Args:
-        read: Reads rows, given the number of the first, and of the row after the last.
+        read: Reads a range of rows, given the numbers of its first row and of the row after its last.
         count: Number of rows.
         table_size: Upper bound of the ids, exclusive.
 
     Yields:
-        The number of the first row, with the rows, or with the error if it is a single broken row.
+        The number of a range's first row, with the rows, or with the error if it is one broken row.
     """
     todo = [(0, count)] if count else []
     while todo:

@@ -2,7 +2,7 @@
 
 Note [The index of a table]: ``train.json`` describes the files of the split ``train``. If rows differ in
 length, ``train.npy`` holds the offset of each block of 256 rows (uint64). For each file in turn, it has the
-offsets of all blocks, of which the first starts after any header, and the end of the last block. Files
+offset of each block (the first starts after any header) and the end of the last block. Files
 without an index are scanned for these offsets once, when they are opened.
 """
 
@@ -35,7 +35,7 @@ class TableFile:
         name: Path relative to the table's directory.
         rows: Number of rows.
         size: Size in bytes.
-        crc32c: CRC-32C of the whole file. None if Ringdance did not write it.
+        crc32c: CRC-32C of the whole file. None if the file was not written by Ringdance.
     """
 
     name: str
@@ -46,10 +46,10 @@ class TableFile:
 
 @dataclass(frozen=True)
 class Table(Files):
-    """One split of a table on disk. ``open`` creates it.
+    """One split of a table on disk. Use ``open`` to create it.
 
     Attributes:
-        path: Directory.
+        path: Directory of the table.
         split: Name of the split, such as "train".
         format: "rows", "tfrecord", "libsvm" or "csv".
         fields: Number of (id, value) pairs in each row.
@@ -76,8 +76,8 @@ class Table(Files):
         Args:
             path: A directory with ``train.json``, or a file without an index, which is scanned once.
             split: Name of the split whose index to read.
-            table_size: Rows in the embedding table. Required for a file without an index; an index includes
-                it.
+            table_size: Number of rows in the embedding table. Required for a file without an index. An index
+                states it.
             format: Format of a file without an index. Defaults to a guess from its name or content.
 
         Raises:
@@ -105,7 +105,7 @@ class Table(Files):
         if table_size not in (None, about["table_size"]):
             raise ArgumentError(
                 f"table_size={table_size}: {index.parent} was prepared for {about['table_size']} "
-                "(--table-size of `ringdance data prepare criteo`). Pass that or omit it, or prepare again."
+                "(--table-size of `ringdance data prepare criteo`). Pass that, omit it, or prepare again."
             )
         files = [TableFile(**file) for file in about["files"]]
         is_rows = about["format"] == "rows"
@@ -126,16 +126,16 @@ class Table(Files):
 
     @cached_property
     def _first(self) -> Array:
-        """The number of each file's first row, and of the row after the last."""
+        """Number of the first row of each file, and of the row after the last file."""
         return np.cumsum([0, *(file.rows for file in self.files)])
 
     @cached_property
     def _begin(self) -> Array:
-        """The position of each file's first offset."""
+        """Index of the first offset of each file in ``offsets``."""
         return np.cumsum([0, *map(_offsets, self.files)])
 
     def read(self, numbers: Indices) -> Rows:
-        """Read rows by their numbers. Any thread may call it. Consecutive rows are read together.
+        """Read rows by number. Consecutive rows are read together. Thread-safe.
 
         Raises:
             ArgumentError: A file is missing or was changed, or a row is broken. The message
@@ -170,7 +170,7 @@ class Table(Files):
         return rows
 
     def _parsed(self, numbers: Indices) -> Rows:
-        """Read the blocks that contain the rows, drop the other rows, and parse all in one go."""
+        """Read the blocks that contain the rows, drop the other rows, and parse the rest in one go."""
         form = FORMATS[self.format]
         pieces: list[Array] = []
         bounds: list[Array] = []
@@ -196,7 +196,7 @@ class Table(Files):
         return form.parse(joined, np.concatenate([*bounds, [size]]), self.fields, self.table_size)
 
     def _runs(self, numbers: Indices) -> list[tuple[int, int, int]]:
-        """Divide row numbers into runs: the file, the run's first row in it, and the row after the last."""
+        """Divide row numbers into runs: the file, the run's first row in it, and the row after its last."""
         if not len(numbers):
             return []
         if not 0 <= numbers.min() <= numbers.max() < len(self):
@@ -229,5 +229,5 @@ class Table(Files):
 
 
 def _offsets(file: TableFile) -> int:
-    """Return a file's number of offsets. See Note [The index of a table]."""
+    """Return the number of offsets for a file. See Note [The index of a table]."""
     return -(-file.rows // BLOCK) + 1

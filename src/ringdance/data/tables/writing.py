@@ -22,7 +22,7 @@ ENDS = {"rows": "npy", "tfrecord": "tfrecord"}
 
 @dataclass(frozen=True)
 class Written:
-    """A complete file.
+    """A complete file of a table.
 
     Attributes:
         file: Description for the index.
@@ -34,12 +34,12 @@ class Written:
 
 
 class TableWriter(AbstractContextManager["TableWriter"]):
-    """A table's file, for use in a ``with`` statement. It appears under its name only when it is complete.
+    """A context manager that writes one file of a table. It appears under its name only when it is complete.
 
     Args:
         path: Path of the file.
         format: "rows" or "tfrecord".
-        count: Number of rows that will be written. The format ``rows`` stores it at the start.
+        count: Number of rows to write. The format ``rows`` stores it at the start of the file.
         fields: Number of (id, value) pairs in each row.
     """
 
@@ -57,7 +57,7 @@ class TableWriter(AbstractContextManager["TableWriter"]):
         self._rows += len(rows.labels)
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Complete the file. Remove it after an error."""
+        """Complete the file, or remove it after an error."""
         wrong = None
         if error is None and self._rows != self.count:
             wrong = error = ArgumentError(f"{self.path} has {self._rows} rows instead of {self.count}.")

@@ -25,7 +25,7 @@ class Heartbeats:
         self._lock, self._connections, self._next = lock, connections, 0.0
 
     def send(self) -> float | None:
-        """Ping if a ping is due. Returns the seconds until the next one, or None if there are no agents."""
+        """Ping if a ping is due. Returns the seconds until the next one, or None without other agents."""
         now = time.monotonic()
         if self._connections and now >= self._next:
             self._next = now + _PING_S

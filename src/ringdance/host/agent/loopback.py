@@ -43,7 +43,7 @@ def restrict(pid: int) -> None:
 
 
 def device_of(sock: socket.socket) -> str:
-    """Return the network device to which a socket is bound, or "" if it uses all devices."""
+    """Return the network device to which a socket is bound, or an empty string if it uses all devices."""
     return sock.getsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, 16).strip(b"\0").decode()
 
 

@@ -51,7 +51,7 @@ _FULL_LOCAL = 1 << 18
 _DRAIN_S = 3.0
 _ANSWER_S = 0.5
 _SLEPT_S = 2.0  # the loop runs every half second or so; a longer gap means this process was stopped
-_RESULT_BYTES = 1 << 20  # bytes of a result file per message
+_RESULT_BYTES = 1 << 20  # size of the parts in which a result file is sent
 _SET = "Set TMPDIR, where the job is started, to a directory that is writable on all hosts"
 _RESULT = re.compile(r"result\.\d+\.pkl")
 _SHELL_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")  # a shell drops variables with other names
@@ -61,7 +61,7 @@ class _Agent:
     """Serves one launcher.
 
     Args:
-        local: On the launcher's own host, the descriptors of rank 0's input (-1 for none), of a file to
+        local: On the launcher's own host, the descriptors of rank 0's stdin (-1 for none), of a file to
             lock, and of the connections to the agents on other hosts (``Heartbeats``). Otherwise empty.
     """
 
@@ -77,7 +77,7 @@ class _Agent:
         self._tasks: Any = None
         self._port = 0  # for MASTER_PORT
         self._heard = self._answered = self._turned = time.monotonic()
-        self._timeout: float | None = None  # for the launcher's heartbeat
+        self._timeout: float | None = None  # maximum silence of the launcher
         self._full = self._over = False
         self._wake = linux.wake_on_signals()
 
@@ -162,12 +162,12 @@ class _Agent:
         self._tasks.take(message, payload)
 
     def _prepare(self, message: dict[str, Any]) -> str:
-        """Create the job's directories and listen. Return the problem, or "" if there is none."""
+        """Create the job's directories and listen. Return the problem, or an empty string."""
         cwd, self._timeout = message["cwd"], message["heartbeat_timeout"]
         if not os.path.isdir(cwd):
             return (
                 f"directory {cwd} does not exist. Start the job in a directory that exists on all hosts (on "
-                "a shared file system, or as a copy), or pass the ranks' directory there: --chdir DIR"
+                "a shared file system, or as a copy), or pass such a directory: --chdir DIR"
             )
         for path in message["needed"]:
             if not os.path.exists(os.path.join(cwd, path)):

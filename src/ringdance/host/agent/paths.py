@@ -93,7 +93,7 @@ def translated_command(command: str, launcher: Mapping[str, str]) -> str:
 
 
 def enter(environ: MutableMapping[str, str], command: list[str]) -> list[str]:
-    """In a rank's wrapper, enter the rank's directory. Return the command with this host's interpreter.
+    """Enter the rank's directory in its wrapper. Return the command with this host's interpreter.
 
     Raises:
         OSError: The directory does not exist.

@@ -46,7 +46,7 @@ class Programs:
         self._launcher_paths: Mapping[str, str] | None = None
         self._restricted = 0  # pid
         self.restricting: float | None = None
-        """Seconds until ``restrict()`` is due; None if it is not needed."""
+        """Seconds until ``restrict()`` is due, or None if it is not needed."""
 
     def prepare(self, environ: dict[str, str], cwd: str, launcher_paths: Mapping[str, str] | None) -> None:
         """Set the programs' environment and directory, and the launcher's paths if they differ here."""
@@ -122,7 +122,7 @@ class Programs:
                 pass
 
     def reap(self) -> None:
-        """Collect the exit status of all dead children, including adopted ones, and report what matters."""
+        """Collect the exit status of all dead children, including adopted ones. Reports the relevant ones."""
         with contextlib.suppress(ChildProcessError):
             while dead := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
                 name = linux.name_of(dead.si_pid)

@@ -10,9 +10,9 @@ Supervisor to launcher: ``{"rank", "size", "host"}`` with stdout and stderr to r
 ``{"pid", "time"}``, ``{"stopped": signal}`` when the rank is stopped, then ``{"ended": exit code or -signal,
 "time": since the epoch, "by_mpiexec": did mpiexec end it, "why": evidence of why a signal was sent}``.
 Launcher to supervisor: ``{"go": the rank's numbers, "port": MASTER_PORT}`` with a descriptor of the rank's
-input, to which the agent adds ``"environ"``: variables that a shell on the way may have dropped. Then
-``{"signal": n}`` for the rank, with ``"after"``, the delay in seconds, and ``"stay"``, the seconds for which
-mpiexec must not learn that the rank has ended; and ``{"over"}`` when all ranks have ended. Closing the
+stdin. To this message, the agent adds ``"environ"``: variables that a shell on the way may have dropped.
+Then ``{"signal": n}`` for the rank, with ``"after"``, the delay in seconds, and ``"stay"``, the seconds for
+which mpiexec must not learn that the rank has ended; and ``{"over"}`` when all ranks have ended. Closing the
 connection ends the rank immediately.
 
 Note [Signals to all processes]
@@ -59,7 +59,7 @@ _TORCH = {
 
 
 def rank_and_size(environ: Mapping[str, str]) -> tuple[int, int]:
-    """Return this process's rank and the number of ranks from the launcher's variables.
+    """Return this process's rank and the number of ranks, as given in the launcher's variables.
 
     Raises:
         LookupError: None of the known launchers' variables are set.
@@ -90,8 +90,8 @@ def _exec(command: list[str], where: Mapping[str, int], port: int, streams: list
         os.environ[f"RINGDANCE_{name}"] = os.environ[f"HOROVOD_{name}"] = str(value)
         if name in _TORCH:
             os.environ[_TORCH[name]] = str(value)
-    # This marks the variables above as set. Without it, Lightning prefers Slurm's variables, which are the
-    # same for all ranks that an agent starts, and then MPI's, which include no MASTER_ADDR.
+    # This tells libraries that the variables above are set. Without it, Lightning prefers Slurm's variables,
+    # which are the same for all ranks that an agent starts, and then MPI's, which include no MASTER_ADDR.
     os.environ["TORCHELASTIC_RUN_ID"] = os.path.basename(os.environ[DIRECTORY])
     if port:
         os.environ.setdefault("MASTER_PORT", str(port))
@@ -104,7 +104,7 @@ def _exec(command: list[str], where: Mapping[str, int], port: int, streams: list
 
 
 def reason_of(code: int, out_of_memory: bool) -> str:
-    """Return a clause that explains the signal that has just ended the rank, or "" if no reason is known.
+    """Return a clause that explains the signal that has just ended the rank. Empty if no reason is known.
 
     Args:
         code: Exit code or -signal.
@@ -177,7 +177,7 @@ class _Supervisor:
     def _announce(
         self, hello: dict[str, Any], streams: list[int]
     ) -> tuple[dict[str, int], int, int] | None:
-        """Send the streams. Return the rank's numbers, MASTER_PORT and stdin, None if the agent exits."""
+        """Send the streams. Return the rank's numbers, MASTER_PORT and stdin, or None if the agent exits."""
         alive, descriptors = self._channel.send(hello, streams), list[int]()
         while alive:  # a large message arrives in parts, and the descriptor comes with the first
             messages, received, alive = self._channel.receive()
@@ -194,7 +194,7 @@ class _Supervisor:
             linux.send_signal(self._child, number)
 
     def _wait(self) -> int | None:
-        """Wait for the rank and pass on signals. Return its exit code or -signal, None if the agent exits."""
+        """Pass on signals until the rank ends. Return its exit code or -signal, None if the agent exits."""
         while True:
             pid, status = os.waitpid(self._child, os.WNOHANG | os.WUNTRACED)
             if pid and os.WIFSTOPPED(status):
@@ -236,7 +236,7 @@ class _Supervisor:
 
 
 def main(arguments: list[str]) -> None:
-    """Run a rank. ``arguments``: candidate base directories (with colons), the job's ID, the command."""
+    """Run a rank. ``arguments``: candidate base directories (separated by colons), job ID, command."""
     named, job, command = arguments[0], arguments[1], arguments[2:]
     linux.die_with_parent()
     if os.getppid() == 1:  # mpiexec died before this process could ask to die with it

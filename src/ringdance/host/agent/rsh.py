@@ -1,4 +1,4 @@
-"""Run by mpiexec in place of ssh: ask the launcher to have an agent start a command on its host.
+"""Run by mpiexec in place of ssh: ask the launcher to have the agent on another host start a command.
 
 This way, each host has only one connection, and the command is a child of the agent there. ``arguments``: the
 agent's socket, ssh's options (ignored), the host, and the words of the command. Standard library only.

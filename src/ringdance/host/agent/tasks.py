@@ -47,7 +47,7 @@ class Tasks:
 
         Args:
             message: ``argv``, the module's name and its arguments; optionally ``input``, a line for its
-                standard input, and ``mark``, a text that precedes a JSON object at the end of its output.
+                standard input, and ``mark``, a text that precedes the JSON object at the end of its output.
         """
         process = subprocess.Popen(
             # -P: a random.py in the working directory must not be imported.

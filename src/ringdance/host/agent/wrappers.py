@@ -19,7 +19,7 @@ class _Connection:
 
     def __init__(self, channel: Channel) -> None:
         self.number, self.channel = channel.fileno(), channel
-        self.streams: dict[int, int] = {}  # descriptor -> 0 (stdout) or 1
+        self.streams: dict[int, int] = {}  # descriptor -> 0 (stdout) or 1 (stderr)
 
 
 class Wrappers:
@@ -29,7 +29,7 @@ class Wrappers:
         launcher: Receives reports and output.
         selector: The agent's event loop.
         on_pid: Called with the pid of each rank.
-        stdin: Descriptor of rank 0's input, -1 for none.
+        stdin: Descriptor of rank 0's stdin, or -1 if there is none.
     """
 
     def __init__(

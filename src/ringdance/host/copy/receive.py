@@ -10,7 +10,7 @@ Launcher to agent, each a ``{"task": "copy", "do": ...}``: ``begin`` (``root``, 
 list of [path, kind, size, mode, time, text] as bytes, ``listen`` and ``next`` (``token``, ``port``,
 ``addresses``), ``chunk`` (``file``, ``at``) with bytes, ``end`` (``file``, ``digest``), ``over``.
 Agent to launcher (``{"answer": "copy", "what": ...}``): ``begin`` with ``have`` and ``free``, ``listen``
-with ``port``, ``next``, ``over``, each with a ``problem`` or "". Unsolicited: ``file`` (its number,
+with ``port``, ``next``, ``over``, each with a ``problem`` (may be empty). Unsolicited: ``file`` (its number,
 ``problem``, ``again``: true if it was corrupted), ``got`` (bytes written since the last report),
 ``cut`` (the previous host's connection has closed), ``lost`` (the next host's connection has closed).
 """
@@ -78,7 +78,7 @@ class Receiver:
     # --- the list of files ---------------------------------------------------------------------
 
     def _begin(self, message: dict[str, Any], payload: bytes) -> dict[str, Any]:
-        """Create directories and links. Return how many bytes of each file are already here, or ``DONE``."""
+        """Create directories and links. Return how many bytes of each file exist here, or ``DONE``."""
         self._close()
         self._root = os.path.abspath(in_home(message["root"]))
         os.makedirs(self._root, exist_ok=True)
@@ -207,7 +207,7 @@ class Receiver:
     # --- the end -------------------------------------------------------------------------------
 
     def _finish(self, message: dict[str, Any], payload: bytes) -> dict[str, Any]:
-        """Set directories' modes and times last, because creating files in them changes the times."""
+        """Set the modes and times of directories last, because creating files in them changes the times."""
         for path, mode, changed in reversed(self._directories):
             os.chmod(path, mode)
             os.utime(path, ns=(changed, changed))
@@ -215,7 +215,7 @@ class Receiver:
         return {}
 
     def _close(self) -> None:
-        """Close all files and connections. Partial files stay for the next copy."""
+        """Close all files and connections. Partial files are kept for the next copy."""
         for target in self._targets:
             target.close()
         self._targets, self._directories = [], []
@@ -236,7 +236,7 @@ class Receiver:
 
 
 def _link(text: str, path: str) -> None:
-    """Create a symbolic link to ``text`` atomically, or replace another link."""
+    """Create a symbolic link to ``text`` atomically. Replaces an existing link."""
     if os.path.islink(path) and os.readlink(path) == text:
         return
     if os.path.isdir(path) and not os.path.islink(path):

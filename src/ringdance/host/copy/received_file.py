@@ -15,7 +15,7 @@ from ..directories import host_name
 from ..system import linux
 
 DONE = -1
-"""For a complete file, used instead of the number of bytes that are here."""
+"""Used in place of the number of bytes that are here if the file is complete."""
 
 _READ = 1 << 20
 _CLOSE_NS = 1_000_000  # some file systems round times
@@ -36,7 +36,7 @@ class ReceivedFile:
 
     Attributes:
         have: Number of bytes that are here, or ``DONE``.
-        digest: SHA-256 of the source, "" until known.
+        digest: SHA-256 of the source. Empty until known.
         failed: True once the file has been given up.
     """
 
@@ -53,11 +53,11 @@ class ReceivedFile:
         self._hash = hashlib.sha256()
 
     def check(self, partials: set[str], digest: str = "") -> int:
-        """Return how many bytes are here, or ``DONE``.
+        """Return the number of bytes that are here, or ``DONE``.
 
         Args:
             partials: Names of partial files of earlier copies in its directory.
-            digest: SHA-256 for comparing contents. If "", equal size and time suffice.
+            digest: SHA-256 for comparing contents. If empty, equal size and time suffice.
 
         Raises:
             OSError: The path is a directory.
@@ -95,7 +95,7 @@ class ReceivedFile:
         return same
 
     def write(self, at: int, data: bytes) -> int:
-        """Write a chunk. Return how many of its bytes were new.
+        """Write a chunk. Return the number of new bytes in it.
 
         Raises:
             OSError: The file cannot be written.
@@ -143,7 +143,7 @@ class ReceivedFile:
         return self.have == self._size and self.digest != "" and not self.failed
 
     def finish(self) -> bool:
-        """Rename the file, with its mode and time, and return True. If corrupt, delete it and return False.
+        """Rename the file, with its mode and time. Returns False if it was corrupt and is now deleted.
 
         Raises:
             OSError: The file cannot be renamed.
@@ -175,7 +175,7 @@ def partials_in(directory: str) -> set[str]:
 
 
 def _shortened(name: str) -> str:
-    """Replace a long name, so that additions still fit in the 255 bytes that file systems allow."""
+    """Replace a long name with a hash, so that additions still fit in the 255 bytes of a file name."""
     data = name.encode(errors="surrogateescape")
     return name if len(data) <= 160 else hashlib.sha256(data).hexdigest()[:40]
 

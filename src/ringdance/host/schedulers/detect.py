@@ -17,7 +17,7 @@ STAYS = "|".join(scheduler.STAYS for scheduler in _SCHEDULERS if scheduler.STAYS
 
 
 def detect(environ: Mapping[str, str]) -> Allocation | None:
-    """Return the hosts allocated to this process, None outside all schedulers.
+    """Return the hosts allocated to this process, or None if no scheduler is in use.
 
     Args:
         environ: Environment of this process.
@@ -34,7 +34,7 @@ def detect(environ: Mapping[str, str]) -> Allocation | None:
 def left_idle(environ: Mapping[str, str], launched: bool) -> Allocation | None:
     """Return the allocation that a job leaves idle by running all its ranks on this host.
 
-    Returns None if no hosts are idle or if that may be intended.
+    Returns None if no hosts are idle, or if leaving them idle may be intended.
 
     Args:
         environ: Environment of a rank.

@@ -16,7 +16,7 @@ NAME = re.compile(r"(?!-)[A-Za-z0-9_.-]{1,253}|(?=.*:.*:)[0-9A-Fa-f:.]+(%[A-Za-z
 
 
 def merge(hosts: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
-    """Merge repeated names at the position of the first, and add up their slots."""
+    """Merge repeated names at the position of their first occurrence, and add up their slots."""
     merged: dict[str, int] = {}
     for name, slots in hosts:
         merged[name] = merged.get(name, 0) + slots
@@ -58,8 +58,8 @@ def parse_hostfile(path: str, option: str = "--hostfile", slots: int | None = No
     Args:
         path: Path of the file.
         option: Option or variable that holds the path, for errors.
-        slots: Default for a host without slots. If None, such a host is an error, unless no line has slots:
-            then each name is one slot.
+        slots: Default for a host without slots. If None, such a host is an error, unless no line has slots.
+            In that case, each name is one slot.
 
     Raises:
         LaunchError: The file cannot be read or parsed, or does not list any hosts.
@@ -97,7 +97,7 @@ def _has_no_slots(entry: str) -> bool:
 
 
 def _is_address(text: str) -> bool:
-    """Return True if a text is an IPv6 address, after which a colon and a number of slots may follow."""
+    """Return True if a text is an IPv6 address, optionally followed by a colon and a number of slots."""
     try:
         return ipaddress.ip_address(text).version == 6 and bool(NAME.fullmatch(text))
     except ValueError:
@@ -114,7 +114,7 @@ def _hint(entry: str) -> str:
 
 
 def _host(name: str, slots: str) -> tuple[str, int] | None:
-    """Return a name and its slots, which may be part of it as ``NAME:N``. None if either is not valid."""
+    """Return a name and its slots, which may be part of it as ``NAME:N``. None if either is invalid."""
     if not slots:
         entry, (name, _, slots) = name, name.rpartition(":")
         if _is_address(name) and _is_address(entry):  # ambiguous

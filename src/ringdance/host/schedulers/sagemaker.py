@@ -28,7 +28,7 @@ def allocation(environ: Mapping[str, str]) -> Allocation | None:
     here, refused = environ["SM_CURRENT_HOST"], ""
     if here not in names[:1]:  # without MPI, SageMaker runs the script on every host
         refused = (
-            f"this is {here} of {', '.join(names)}: SageMaker runs the script on each host, and each of them "
+            f"this is {here} of {', '.join(names)}: SageMaker runs the script on each host, and each run "
             f"would start ranks on all hosts. Let SageMaker start the ranks with {_START}"
         )
     hosts = merge((name, slots) for name in names)

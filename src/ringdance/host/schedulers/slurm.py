@@ -17,8 +17,8 @@ from ringdance.host.schedulers.allocation import Allocation
 STAYS = "SLURM_.*|SLURMD_.*|SBATCH_.*"
 """Pattern of the variables that describe one process. They are not forwarded to other hosts."""
 
-# srun reads these variables as options for the job's tasks or for a terminal. They do not fit the agent's
-# step, which is one task on one node.
+# srun reads these variables as options for the job's tasks or for a terminal. They do not apply to the
+# agent's step, which is one task on one node.
 _OF_A_STEP = re.compile(
     r"S(LURM|RUN)_(\w+_PER_(CORE|CPU|GPU|SOCKET|TASK|TRES)|GPUS|(GPU|TRES)_BIND|DISTRIBUTION|EXACT|EXCLUSIVE"
     r"|HINT|LABELIO|STD\w+MODE|UNBUFFEREDIO)"
@@ -29,7 +29,7 @@ _asking = threading.Lock()
 def allocation(environ: Mapping[str, str]) -> Allocation | None:
     """Read the nodes and their tasks from Slurm's variables.
 
-    Each task is a slot. If the job does not set tasks, each GPU is a slot. Without GPUs, each node is one.
+    Each task is a slot. If the job does not set tasks, each GPU is a slot. Without GPUs, each node is a slot.
 
     Raises:
         LaunchError: Slurm's variables cannot be parsed.
@@ -53,8 +53,8 @@ def allocation(environ: Mapping[str, str]) -> Allocation | None:
             f"nodes ({tasks}). Pass the hosts with -H"
         )
     method = "srun" if shutil.which("srun", path=environ.get("PATH")) else "ssh"
-    # salloc's shell does not have SLURM_PROCID. In a step, whose tasks the user requested from srun, the
-    # number of tasks is set as well.
+    # salloc's shell does not have SLURM_PROCID. A step, for which the user requested tasks from srun, also
+    # has SLURM_STEP_NUM_TASKS.
     batch = "SLURM_PROCID" in environ and "SLURM_STEP_NUM_TASKS" not in environ
     hosts = list(zip(names, slots, strict=True))
     return Allocation(hosts, f"Slurm job {job}", method, unattended=batch)
@@ -92,7 +92,7 @@ def _resources(job: str) -> dict[str, str]:
     if done.returncode:
         why = done.stderr.strip() or f"exit code {done.returncode}"
         print(f"ringdance: {shlex.join(asked)}: {why}. Ranks might not see all GPUs", file=sys.stderr)
-    # For the first job of an array, the output has the records of all tasks.
+    # For the first job of an array, the output contains the records of all its tasks.
     own = re.search(rf"^JobId={job}\b(?s:.*?)(?=^JobId=|\Z)", done.stdout, re.MULTILINE)
     records = re.findall(r"^\s+Nodes=(\S+) .*GRES=(\S+)$", own[0] if own else "", re.MULTILINE)
     return {name: re.sub(r"\([^)]*\)", "", gres) for nodes, gres in records for name in expand(nodes)}

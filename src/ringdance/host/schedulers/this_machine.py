@@ -1,4 +1,4 @@
-"""Find which host names refer to this machine."""
+"""Determine which host names refer to this machine."""
 
 from __future__ import annotations
 

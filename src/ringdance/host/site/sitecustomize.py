@@ -17,7 +17,7 @@ import time
 import types
 
 _FRAMEWORKS = ("torch", "tensorflow", "jax", "keras", "tf_keras", "mxnet", "ringdance.numpy")
-# Modules that connect ranks in another way, or may do so. If one is loaded, nothing is reported.
+# Modules that connect ranks in another way, or might do so. If one is loaded, nothing is reported.
 _OTHERS = (
     "mpi4py.MPI", "accelerate", "lightning", "pytorch_lightning", "deepspeed", "ray", "torch.distributed.run",
 )

@@ -31,7 +31,7 @@ _LIMIT_S = 4.0
 _INSPECT_S = 0.4
 _INSPECT_ALL_S = 1.5  # all processes of the host
 _WATCH_S = 0.002  # between checks of /dev/shm
-_WATCH_FREE_S = 1.0  # CPU time spent on frequent checks at first, when most files are created
+_WATCH_FREE_S = 1.0  # CPU time for frequent checks at the start, when most files are created
 _WATCH_SHARE = 0.1  # maximum share of a core for later checks
 _POLL_S = 0.1  # minimum time between later checks, and between all checks if the kernel reports no changes
 _OLD_S = 10.0  # a younger directory might not be locked yet
@@ -47,7 +47,7 @@ _OF_LIBRARIES = re.compile(
 def make_directories(directories: Iterable[str], job: str) -> None:
     """Create a job's directories and lock them while this process, or one that it forks, lives.
 
-    Directories next to them that earlier jobs have left behind, and that no process has locked, are removed.
+    Also removes directories next to them that earlier jobs left behind and that no process has locked.
 
     Raises:
         OSError: A directory cannot be created.
@@ -65,7 +65,7 @@ def make_directories(directories: Iterable[str], job: str) -> None:
 
 
 def job_of(directory: str) -> str:
-    """Return the job whose marker is in a directory on this host, "" if no job created it."""
+    """Return the job whose marker is in a directory on this host. Empty if no job created the directory."""
     try:
         job = os.readlink(os.path.join(directory, linux.MARKER))
     except OSError:
@@ -74,7 +74,7 @@ def job_of(directory: str) -> str:
 
 
 def abandoned(base: str) -> list[str]:
-    """Return the directories in ``base`` that this user's dead jobs left: no lock and no process remains."""
+    """Return the directories in ``base`` that dead jobs of this user left behind, with no lock or process."""
     left = []
     for path in (entry.path for entry in _entries(base) if entry.name.startswith("ringdance-")):
         job = job_of(path)
@@ -108,8 +108,8 @@ class Cleanup:
         self._mapped: set[int] = set()  # inodes
         self._pids: set[int] = set()
         self._inspected: set[int] = set()
-        self._before: set[int] = set()  # inodes of files that were there before the job
-        self._seen: set[int] = set()  # inodes, while the job ran
+        self._before: set[int] = set()  # inodes of files that existed before the job
+        self._seen: set[int] = set()  # inodes of files that the job used while it ran
         self._watching = False
         self.backup = 0
         """Pid of the process that cleans up if this one is killed."""
@@ -199,7 +199,7 @@ class Cleanup:
         os._exit(0)
 
     def _end_processes(self) -> set[int]:
-        """Kill until two scans in a row find nothing, since a process may fork while the table is read."""
+        """Kill processes until two scans in a row find none, because a process may fork during a scan."""
         began, quiet, left, limit = time.monotonic(), 0, set[int](), _LIMIT_S
         while quiet < 2 and (passed := time.monotonic() - began) < limit:
             left = linux.job_processes(self._job, self._root) - {self.backup}

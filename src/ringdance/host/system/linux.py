@@ -37,7 +37,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def watch_directory(path: str) -> int:
-    """Return a descriptor that becomes readable when a file is created in a directory, -1 if unsupported."""
+    """Return a descriptor that is readable once a file is created in a directory, or -1 if unsupported."""
     if not LINUX:
         return -1
     import ctypes
@@ -82,7 +82,7 @@ def _read(path: str) -> bytes:
 
 
 def text(path: str) -> str:
-    """Return the contents of a small file, stripped, or "" if it cannot be read."""
+    """Return the stripped contents of a small file, or an empty string if it cannot be read."""
     return _read(path).decode(errors="replace").strip()
 
 
@@ -116,7 +116,7 @@ def _stat(pid: int | str) -> list[bytes]:
 
 
 def _processes() -> dict[int, tuple[int, bytes]]:
-    """Return parent and environment of all living processes, excluding zombies."""
+    """Return the parent and environment of each living process, by pid. Zombies are excluded."""
     processes = {}
     if LINUX:
         for pid in filter(str.isdigit, os.listdir("/proc")):
@@ -135,7 +135,7 @@ def run(
     """Run a program without input. End it and its children after ``seconds``.
 
     Returns:
-        Exit code, stdout and stderr. If it did not exit on its own: -1, "" and the reason.
+        Exit code, stdout and stderr. If it did not exit on its own: -1, an empty string and the reason.
     """
     import subprocess
 
@@ -187,7 +187,7 @@ def _owner(pid: int) -> int:
 
 
 def start_of(pid: int) -> str:
-    """Return a text that distinguishes a process from later ones with the same pid, "" if it has exited."""
+    """Return a text that differs for later processes with the same pid. Empty if the process has exited."""
     if LINUX:
         return b"".join(_stat(pid)[19:20]).decode()
     return run(["ps", "-o", "lstart=", "-p", str(pid)])[1].strip()
@@ -199,7 +199,7 @@ def name_of(pid: int) -> str:
 
 
 def grace(pid: int) -> float:
-    """Return the seconds that a helper has to exit once its job's ranks are dead, or 0 if not a helper.
+    """Return the time in seconds for a helper to exit once its job's ranks are dead. 0 for other processes.
 
     In that time, some helpers remove shared memory, and the monitor completes the timeline and the metrics.
     """
@@ -222,7 +222,7 @@ def _open_files(pid: int) -> Iterator[tuple[str, str]]:
 def shared_files(pid: int) -> set[int]:
     """Return the inodes of the files in /dev/shm that a process has mapped or open.
 
-    Names would not be enough: a semaphore is created under a temporary name, and /proc shows that name.
+    Names are not enough: a semaphore is created under a temporary name, and /proc shows that name.
     """
     maps = _read(f"/proc/{pid}/maps").split(b"\n")
     inodes = {int(line.split(None, 5)[4]) for line in maps if b" /dev/shm/" in line}
@@ -248,7 +248,7 @@ def sees_all_users_of_shared_memory() -> bool:
 
 
 def killed_for_memory() -> int:
-    """Return how many processes the kernel has killed because this process's cgroup ran out of memory."""
+    """Return how many processes in this process's cgroup the kernel has killed for lack of memory."""
     names = ("memory.events", "memory.oom_control")  # of cgroups v2 and v1
     text = b"".join(_read(f"{place}/{name}") for place in limits.cgroups("memory") for name in names)
     return max(map(int, re.findall(rb"^oom_kill (\d+)", text, re.MULTILINE)), default=0)
@@ -265,7 +265,7 @@ def room(path: str) -> dict[str, Any]:
 
 
 def shared_memory() -> int:
-    """Return the free bytes of /dev/shm, -1 if it does not exist."""
+    """Return the free bytes of /dev/shm, or -1 if it does not exist."""
     try:
         return int(room("/dev/shm")["free"])
     except OSError:

@@ -43,14 +43,14 @@ def facts() -> dict[str, Any]:
 
 
 def nearest(path: str) -> str:
-    """Return the absolute path ``path`` if it exists, otherwise its nearest parent that exists."""
+    """Return the absolute path ``path`` if it exists, otherwise its nearest existing parent."""
     while not os.path.exists(path) and path != os.path.dirname(path):
         path = os.path.dirname(path)
     return path
 
 
 def in_home(path: str) -> str:
-    """Replace ``~`` in a path with a home directory, or with / if the user is unknown (containers).
+    """Replace ``~`` in a path with a home directory, or with / if the user is unknown, as in some containers.
 
     Raises:
         FileNotFoundError: ``~NAME`` names an unknown user.
@@ -86,7 +86,7 @@ def devices() -> list[str]:
 
 
 def problem() -> str:
-    """Return a problem that prevents this machine from running any job, or ""."""
+    """Return a problem that prevents this machine from running any job, or an empty string."""
     try:
         os.getcwd()
     except FileNotFoundError:
@@ -101,7 +101,7 @@ def problem() -> str:
 
 
 def networks() -> list[tuple[str, str, int]]:
-    """Return name, address and prefix length of each active interface, IPv4 first, without link-local ones.
+    """Return name, address and prefix length of each active interface. IPv4 first, no link-local addresses.
 
     Linux only. It does not use psutil, which an agent without ``site`` cannot import.
     """

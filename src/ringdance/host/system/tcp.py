@@ -79,7 +79,7 @@ def _exactly(sock: socket.socket) -> bytes:
     """Read exactly ``_SIZE`` bytes.
 
     Raises:
-        OSError: The peer has closed the connection, or does not send anything in time.
+        OSError: The peer has closed the connection, or does not send enough bytes in time.
     """
     data = b""
     while len(data) < _SIZE:

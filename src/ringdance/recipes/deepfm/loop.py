@@ -107,7 +107,7 @@ def warm_start(start: Path, model: Any, about: dict[str, Any]) -> None:
     """Initialize the model from an exported one, which must match ``about``. Collective."""
 
     def exported() -> tuple[dict[str, Array], str]:
-        """Return the exported model's layers, and why it cannot be used ("" if it can)."""
+        """Return the exported model's layers, and why it cannot be used, or an empty string."""
         try:
             exported_about = whole_model(start)
         except (ArgumentError, OSError) as error:
@@ -148,7 +148,7 @@ def tables(given: argparse.Namespace) -> tuple[Table, Table, str]:
 
 
 def unusable(splits: dict[str, Table]) -> str:
-    """Return why AUC cannot be computed for a split ("" if it can)."""
+    """Return why AUC cannot be computed for a split, or an empty string."""
     try:
         labels = {name: data.only_label() for name, data in splits.items()}
     except ArgumentError as error:

@@ -17,8 +17,8 @@ SCALE_RATE = 0.5
 # overshoot at the end of the warm-up.
 TABLE_RATE = 0.015
 # Initial value of Adagrad's accumulator, the sum of squared gradients. If it were 0, the first row with an id
-# would move its embedding by the whole learning rate toward that row's label, so rare ids would only add
-# noise. If it were much larger, only frequent ids would learn.
+# would move its embedding by the whole learning rate toward that row's label, so rare ids would add
+# nothing but noise. If it were much larger, only frequent ids would learn.
 FIRST_SUM = 1000.0
 # Warm-up steps. Adagrad's first steps move frequent ids by the whole learning rate, however small the
 # gradient. A longer warm-up does not help: the accumulators stay small while it lasts, so the steps after it

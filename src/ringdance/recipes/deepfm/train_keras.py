@@ -70,8 +70,8 @@ class Layers(keras.Model):  # type: ignore[misc]  # Keras has no types
         """Return logits, shape (n,).
 
         Args:
-            rows: Table rows that occur in the batch, shape (any, 1 + dim).
-            places: Index into ``rows`` for each field, shape (n, fields).
+            rows: Distinct table rows in the batch, shape (any, 1 + dim).
+            places: Index of each field's table row in ``rows``, shape (n, fields).
             values: Factor for each field's table row, shape (n, fields).
         """
         # Gather twice: slicing one large gathered tensor would copy it.

@@ -64,8 +64,8 @@ class Layers(nn.Module):
         """Return logits, shape (n,).
 
         Args:
-            rows: Table rows that occur in the batch, shape (any, 1 + dim).
-            places: Index into ``rows`` for each field, shape (n, fields).
+            rows: Distinct table rows in the batch, shape (any, 1 + dim).
+            places: Index of each field's table row in ``rows``, shape (n, fields).
             values: Factor for each field's table row, shape (n, fields).
         """
         where = places.flatten()  # select twice: slices of one large tensor would be copies

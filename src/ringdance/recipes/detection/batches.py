@@ -39,9 +39,9 @@ class EpochSteps:
 
     Args:
         ratios: Aspect ratio (width / height) of each image.
-        batch_size: Images per rank and step.
+        batch_size: Number of images per rank and step.
         seed: Seed for shuffling.
-        epoch: Number of the epoch. Each epoch has a different order.
+        epoch: Epoch number. Each epoch has a different order.
         rank: This process's rank.
         size: Number of ranks.
         done: Images of this epoch that have already been used: the ``position`` after an earlier step.

@@ -35,7 +35,7 @@ class Coco:
 
     def __init__(self, directory: Path, split: str, masks: bool, trained_on: bool) -> None:
         annotations = directory / "annotations" / f"instances_{split}.json"
-        if not annotations.is_file():  # a FIFO would wait forever
+        if not annotations.is_file():  # reading a FIFO could block forever
             raise ArgumentError(f"{annotations} is not a regular file.")
         self.table = json.loads(annotations.read_bytes())
         self.kinds = {entry["id"]: entry.get("name") for entry in self.table["categories"]}
@@ -138,7 +138,7 @@ def results_of(number: int, seen: dict[str, Tensor]) -> list[dict[str, Any]]:
 def scores(table: dict[str, Any], results: list[Any], kinds: tuple[str, ...]) -> dict[str, float]:
     """Return COCO's average precision for boxes ("bbox AP", "bbox AP50") and masks ("segm ...")."""
     metrics: dict[str, float] = {}
-    # The metric takes annotation id 0 to mean that an object was not detected.
+    # The metric interprets annotation id 0 to mean that an object was not detected.
     objects = [{**annotation, "id": number} for number, annotation in enumerate(table["annotations"], 1)]
     truth = COCO({**table, "annotations": objects})
     detections = truth.loadRes(results)

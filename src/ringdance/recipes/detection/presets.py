@@ -19,7 +19,7 @@ class Preset:
     """One set of hyperparameters.
 
     Attributes:
-        batch_size: Images per device and step.
+        batch_size: Number of images per device and step.
         devices: Number of devices in the published run.
         rate: Peak learning rate for the global batch.
         epochs: Length of the schedule.

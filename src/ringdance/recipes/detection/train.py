@@ -1,4 +1,4 @@
-"""Train Faster R-CNN or Mask R-CNN with torchvision on COCO, or on data in COCO's layout.
+"""Train Faster R-CNN or Mask R-CNN with torchvision on COCO, or on other data in COCO's layout.
 
     ringdance data prepare coco /data/coco /data/checked
     ringdance run -np 2 python train.py --preset laptop --data /data/checked --epochs 2
@@ -30,7 +30,7 @@ of time that training waited for images, the elapsed time including earlier runs
 --price-per-hour gives the price of all machines together, the cost is printed as well.
 
 After every --evaluate-every epochs, rank 0 prints COCO's average precision (AP, and AP50 at an overlap of
-0.5). Each image is evaluated by one rank. If the data lacks a validation split, the training images are
+0.5). Each image is evaluated by one rank. If there is no validation split, the training images are
 evaluated instead, and the output says so. The best model on the validation split is kept in the --checkpoints
 directory, and --export writes its weights.
 """
@@ -85,7 +85,7 @@ class Batches:
     def set_epoch(self, epoch: int, done: int = 0) -> None:
         """Set the epoch, and the number of its images that have already been used."""
         ratios, size = self.data.ratios, self.preset.batch_size
-        # The same on all ranks, and in a resumed run.
+        # These are the same on all ranks, and in a resumed run.
         self.flips = np.random.RandomState([self.seed, epoch, 1]).random_sample(len(ratios)) < 0.5
         self.plan = EpochSteps(ratios, size, self.seed, epoch, hvd.rank(), hvd.size(), done)
 
@@ -339,7 +339,7 @@ def main() -> None:
     if torch.cuda.is_available():
         device = torch.device("cuda", hvd.local_rank() % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    torch.manual_seed(given.seed)  # equal weights on all ranks; reseeded below so that regions differ
+    torch.manual_seed(given.seed)  # equal weights on all ranks; reseeded below so that sampled regions differ
     data, check, split = splits(given)
     model = DetectionModel(given, preset, max(data.classes, check.classes), device, check)
     if given.weights:

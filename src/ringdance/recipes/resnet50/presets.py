@@ -15,7 +15,7 @@ class Preset:
     """One set of hyperparameters.
 
     Attributes:
-        batch_size: Images per device and step.
+        batch_size: Number of images per device and step.
         devices: Number of devices in the published run.
         optimizer: "sgd" (with momentum) or "lars".
         rate: Peak learning rate for the global batch.
@@ -28,7 +28,7 @@ class Preset:
         source: Publication that the hyperparameters come from.
         expected: Result that the source reports.
         milestones: Epochs at which the schedule "step" reduces the learning rate.
-        label_smoothing: Share of the target that is spread over all classes.
+        label_smoothing: Share of the target probability that is spread over all classes.
         weight_decay: L2 penalty. Applies to weights only, not to biases or to the scales and offsets of
             normalization layers.
         momentum: SGD momentum as in PyTorch: ``v = momentum * v + g; w = w - rate * v``. In LARS, ``v``

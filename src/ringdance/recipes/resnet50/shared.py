@@ -26,7 +26,7 @@ def parser(manual: str) -> Options:
     add("--synthetic-images", type=count, default=1_281_167, metavar="N", help="default: 1,281,167")
     add("--warmup-epochs", type=number(int, 0), metavar="N", help="epochs of linear warm-up")
     add("--accumulate", type=count, default=1, metavar="N", help="passes per step; default: 1")
-    add("--model", metavar="NAME", help="library classifier to use instead of our ResNet-50 (see above)")
+    add("--model", metavar="NAME", help="library classifier to train instead of our ResNet-50 (see above)")
     add("--width", type=count, help="channels in the first stage of our ResNet-50; default: 64")
     text = "start with the weights in FILE; a head for other classes is not loaded"
     add("--weights", metavar="FILE", help=text)
@@ -55,7 +55,7 @@ def schedule_of(preset: Preset, given: argparse.Namespace, images: int, batch: i
     """Return the learning rate schedule. ``images`` is per epoch, and ``batch`` is the global batch size."""
     peak = preset.rate_for(batch) if given.rate is None else given.rate
     # If the source does not specify a start, the first step uses one increment of the warm-up. Starting from
-    # 0 would waste the step.
+    # 0 would waste that step.
     start = preset.warmup_start or peak * batch / max(preset.warmup_epochs * images, batch)
     return hvd.Schedule(
         peak, preset.epochs, preset.schedule, preset.warmup_epochs, min(start, peak), preset.milestones
@@ -79,7 +79,7 @@ def datasets(given: argparse.Namespace) -> tuple[Any, Any, str]:
 def loaders(
     given: argparse.Namespace, preset: Preset, load: Callable[..., Any], data: Any, check: Any, **options: Any
 ) -> tuple[Any, Any]:
-    """Return loaders for training and for evaluation. ``load`` is the ``image_loader`` of a binding."""
+    """Return the loaders for training and evaluation. ``load`` is the ``image_loader`` of a binding."""
     options |= {"image_size": preset.image_size, "threads": given.threads, "seed": given.seed}
     size = preset.batch_size * given.accumulate
     loader = load(data, size, augment=preset.augment, shuffle=True, drop_last=True, **options)

@@ -28,10 +28,10 @@ line. They are followed by the images per second in total and per rank, the shar
 for images, the elapsed time including earlier runs, and the time left. If --price-per-hour gives the price of
 all machines together, the cost is printed as well.
 
-After every --evaluate-every epochs, rank 0 prints top-1 and top-5 on the split `validation`, with each image
-counted once. If this split does not exist, the training images are evaluated instead, and the output says so.
-The model with the best top-1 on `validation` is kept in the --checkpoints directory. --evaluate prints its
-metrics again, and --export writes it for score.py.
+After every --evaluate-every epochs, rank 0 prints top-1 and top-5 accuracy on the split `validation`. Each
+image is counted once. If this split does not exist, the training images are evaluated instead, and the output
+says so. The model with the best top-1 accuracy on `validation` is kept in the --checkpoints directory.
+--evaluate prints its metrics again, and --export writes it for score.py.
 
 Images at the end of an epoch that do not fill a global batch are skipped. Each epoch skips different images.
 """

@@ -11,7 +11,7 @@ Try it on a laptop without data first, then on data written by `ringdance data p
 individual values. A preset's learning rate applies to its global batch. With another number of processes, the
 rate is scaled in proportion to the batch.
 
-By default, the script trains the ResNet-50 below, whose parameters have the same names as in torchvision's
+By default, the script trains the ResNet-50 below, whose parameters have the same names as torchvision's
 resnet50. With --model NAME, it trains any torchvision classifier (if torchvision is installed), such as
 resnet18 or vit_b_16, with the normalization that its weights expect. googlenet and inception_v3 are built
 without their auxiliary heads. --weights FILE takes a model's state_dict(), written by torch.save().
@@ -28,10 +28,10 @@ second in total and per rank, the share of time that training waited for images,
 earlier runs, and the time left. If --price-per-hour gives the price of all machines together, the cost is
 printed as well.
 
-After every --evaluate-every epochs, rank 0 prints top-1 and top-5 on the split `validation`, with each image
-counted once. If this split does not exist, the training images are evaluated instead, and the output says so.
-The model with the best top-1 on `validation` is kept in the --checkpoints directory. --evaluate prints its
-metrics again, and --export writes it for score.py.
+After every --evaluate-every epochs, rank 0 prints top-1 and top-5 accuracy on the split `validation`. Each
+image is counted once. If this split does not exist, the training images are evaluated instead, and the output
+says so. The model with the best top-1 accuracy on `validation` is kept in the --checkpoints directory.
+--evaluate prints its metrics again, and --export writes it for score.py.
 
 Images at the end of an epoch that do not fill a global batch are skipped. Each epoch skips different images.
 """
@@ -62,7 +62,7 @@ Array = np.ndarray[Any, Any]
 
 
 def conv(before: int, after: int, kernel: int, stride: int = 1) -> nn.Conv2d:
-    """Return a padded convolution, which changes the size of its input only by the stride."""
+    """Return a padded convolution. Only its stride changes the size of the input."""
     return nn.Conv2d(before, after, kernel, stride, kernel // 2, bias=False)
 
 
@@ -293,7 +293,7 @@ class TorchImageModel:
         torch_state.restore(state, self.inner, self.scaler, model=self.model)
 
     def load_weights(self, file: str) -> list[str]:
-        """Load a state dict. Returns the names of head parameters that did not fit and were not loaded."""
+        """Load a state dict. Returns the names of the head's parameters that were not loaded."""
         head = [*self.model.state_dict()][-1].rpartition(".")[0] + "."
         return torch_state.load_weights(self.model, file, lambda name: name.startswith(head))
 
