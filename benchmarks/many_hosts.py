@@ -34,13 +34,16 @@ RUN = """\
 import sys
 from ringdance.host.schedulers.hostfile import parse_hosts
 from ringdance.tools.hosts.host_set import of_hosts
-from ringdance.tools.hosts.run import run_everywhere
 from ringdance.launch.remote.shell import RemoteShell
 hosts = of_hosts(parse_hosts(sys.argv[1]), RemoteShell())
 hosts.connect(300.0)
-results = run_everywhere(hosts, ["sh", "-c", sys.argv[2]], 3000.0)
+# Agents run Python modules; timeit runs a statement, which runs the shell command.
+statement = f"import os; assert os.system({sys.argv[2]!r}) == 0"
+argv = ["timeit", "-n", "1", "-r", "1", statement]
+answers = hosts.ask({host: {"task": "run", "argv": argv} for host in hosts.names}, timeout=3000.0)
 hosts.close()
-sys.exit("; ".join(sorted({result.problem for result in results.values()} - {""})) or 0)
+failed = [answer for answer in answers.values() if "1 loop" not in answer.get("output", "")]
+sys.exit("; ".join(sorted({answer["problem"] or answer["output"] for answer in failed})) or 0)
 """
 AGENT = b"host.agent.main"
 

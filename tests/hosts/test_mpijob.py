@@ -78,7 +78,7 @@ def test_without_arguments_and_names_that_come_late(pods: Pods, script: str) -> 
     finally:
         later.join()
     check(done, pods, "[{rank}]<{host}> ")
-    assert f"waiting for h2.{DOMAIN[pods.kind]}, h3.{DOMAIN[pods.kind]}" in done.stderr
+    assert f"s more for h2.{DOMAIN[pods.kind]}, h3.{DOMAIN[pods.kind]}" in done.stderr
 
 
 def test_ranks_have_time_to_save(pods: Pods, tmp_path: Path) -> None:
