@@ -339,7 +339,7 @@ class StallWatch:
         return {"kind": "seen", "rank": rank, "text": text, "stacks": stacks}
 
     def _ask_neighbours(self, inquiry: _Inquiry, silent: list[int]) -> bool:
-        """Have ranks that answered examine silent ranks on their hosts. Returns True until all have done so."""
+        """Ask ranks that answered to examine silent ranks on their hosts. Returns True until all reply."""
         who = self._transport.identities
         for rank in silent:
             neighbours = [p for p in inquiry.answers if who[p].host == who[rank].host]

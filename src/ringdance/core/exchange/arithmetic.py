@@ -4,8 +4,9 @@
 - float16 and bfloat16 are widened to float32, scaled, reduced, scaled again, and rounded once. Two-stage
   reductions (inside hosts, then across hosts) round once per stage.
 - Averages of integers are exact and truncate toward zero, even if the sum does not fit into their type. One
-  rank reduces all parts of an element in one call, because partial sums would not fit either. Sums and products
-  wrap, as in NumPy. Integers are otherwise scaled in double precision and truncated toward zero.
+  rank reduces all parts of an element in one call, because partial sums would not fit either. Sums and
+  products wrap, as in NumPy. In all other cases, integers are scaled in double precision and truncated toward
+  zero.
 - An average of float32 or float64 is the sum divided by the number of ranks, as in NumPy.
 - Complex numbers are summed, averaged and scaled as pairs of floats, which MPI and all exchanges support.
 """

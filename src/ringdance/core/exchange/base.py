@@ -26,7 +26,7 @@ class Context:
     """State that the exchanges of one engine share.
 
     Attributes:
-        achieved: Counter of progress of any kind. While it does not grow, the progress engine sleeps.
+        achieved: Grows whenever anything makes progress. While it does not grow, the progress engine sleeps.
         in_transit: Number of exchanges that are waiting for other hosts. Long sleeps would stall their data.
         recorder: Receives a record of each chunk while ``recorder.words[Word.DETAIL]`` is set.
         make_device: Makes the exchange for tensors on a device. Set by the framework's binding.
@@ -86,7 +86,7 @@ class Exchange(abc.ABC):
         chunk_bytes: Size of the chunks of an all-reduce within a host, in bytes. 0 if there are none.
         most_chunk_bytes: The highest value to which ``chunk_bytes`` can be changed.
         wire_bytes: Number of bytes sent between hosts at a time. 0 if nothing is sent between hosts.
-        flat: True if all-reduces skip the stage within hosts. None if there is no such stage.
+        flat: True if all-reduces skip the stage within hosts. None if there is only one stage.
     """
 
     set_id = 0
@@ -129,7 +129,7 @@ class Exchange(abc.ABC):
 
     @abc.abstractmethod
     def reducescatter(self, source: Array, rows: Sequence[int], output: Array, how: Reduction) -> Steps:
-        """Reduce flat ``source``. Member i gets ``rows[i]`` elements. ``output`` receives this member's."""
+        """Reduce flat ``source``. Member i receives ``rows[i]`` elements of the result in ``output``."""
 
     def gather_words(self, words: Sequence[int]) -> Steps:
         """Return the list of every member's ``words`` (int64, the same number on all members)."""
@@ -166,7 +166,7 @@ class Exchange(abc.ABC):
         yield from self.stream(views if self.rank == root else [], lengths, receives)
 
     def copy(self, source: Array, target: Array) -> Steps:
-        """Copy an array in this rank in steps, because filling 1 GB of newly allocated memory takes seconds."""
+        """Copy an array locally, in steps, because filling 1 GB of newly allocated memory takes seconds."""
         source, target = as_bytes(source), as_bytes(target)
         for start in range(0, source.size, _COPY_BYTES):
             if start:

@@ -74,6 +74,6 @@ def chunks(sizes: tuple[int, ...], limit: int, members: int) -> tuple[tuple[tupl
 
 
 def even_rows(rows: int, members: int) -> list[int]:
-    """Return how many of ``rows`` each member gets from a reducescatter. The first members get the rest."""
+    """Return how many of ``rows`` each member gets from a reducescatter. The first may get one more."""
     share, rest = divmod(rows, members)
     return [share + (member < rest) for member in range(members)]

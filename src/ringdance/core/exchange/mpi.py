@@ -43,7 +43,8 @@ class _ChunkInFlight:
 
     Args:
         transport: Connects the members that reduce.
-        small_bytes: Up to this size, MPI's own all-reduce is used, because it is faster. Negative for never.
+        small_bytes: Up to this size, MPI's own all-reduce is used, because it is faster. If negative, it is
+            never used.
         context: Counts exchanges in transit.
         chunk_bytes: Size of the largest chunk.
 
@@ -124,7 +125,8 @@ class ChunkPipeline:
     Args:
         transport: Connects the members that reduce.
         chunk_bytes: Size of the largest chunk.
-        small_bytes: Up to this size, MPI's own all-reduce is used, because it is faster. Negative for never.
+        small_bytes: Up to this size, MPI's own all-reduce is used, because it is faster. If negative, it is
+            never used.
         context: Counts completed chunks.
     """
 
@@ -137,7 +139,7 @@ class ChunkPipeline:
 
         Args:
             lengths: Number of elements of each chunk.
-            how: How they are reduced.
+            how: How the chunks are reduced.
             load: Called with a chunk's number and an array, which it fills with this member's input.
             unload: Called with a chunk's number and its result, which it copies with ``how.deliver``. The
                 result's array is reused afterwards.

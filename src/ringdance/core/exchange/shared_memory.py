@@ -2,8 +2,9 @@
 
 All-reduce of a chunk: every rank copies in the blocks that other ranks own. Each rank then reduces its own
 block, from all peers' buffers and directly from its own tensor. Finally, all ranks copy the result out, and
-scale it while they copy. This takes two passes over memory. Chunks are small enough to stay in the cache between these
-steps. While one chunk is reduced, the next is copied in, so n chunks take n + 1 synchronization points.
+scale it while they copy. This takes two passes over memory. Chunks are small enough to stay in the cache
+between these steps. While one chunk is reduced, the next is copied in, so n chunks take n + 1 synchronization
+points.
 For batches of up to ``small_bytes``, all ranks reduce everything, which takes one synchronization point
 instead of two.
 """
@@ -172,7 +173,7 @@ class SharedMemoryExchange(Exchange):
     def _copy_out(
         self, blocks: Blocks, buffers: Sequence[Array], outputs: Sequence[Array], how: Reduction
     ) -> None:
-        """Copy the blocks that other members have reduced to ``outputs``, from the buffers of these members."""
+        """Copy the blocks reduced by other members from the buffers of these members to ``outputs``."""
         own, deliver = self._window.index, how.deliver
         for index, block in enumerate(blocks):
             if index == own:

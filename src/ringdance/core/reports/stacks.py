@@ -78,7 +78,7 @@ def thread_locations(pending: Collection[int | None] = ()) -> list[dict[str, Any
 
 
 def _doing(frames: Sequence[FrameType], said: str) -> str:
-    """Return what a thread is doing, judging by the library that it is in, otherwise ``said``."""
+    """Return what a thread is doing, judging by the library that it is in, or ``said`` if that is unknown."""
     inside = itertools.takewhile(lambda frame: not _is_users(frame), frames)
     return doing_in([frame.f_code.co_filename for frame in inside], said)
 
@@ -109,7 +109,7 @@ def user_frames(frames: list[FrameType], outermost: bool = True) -> list[str]:
 
     Args:
         frames: Frames of a thread, innermost first.
-        outermost: If True, and no frame is in the user's code, return another: the script's if possible.
+        outermost: If True and no frame is in the user's code, return another frame, if possible the script's.
     """
     script = [frame for frame in frames if frame.f_globals.get("__name__") == "__main__"][-1:] or frames[:1]
     shown = list(filter(_is_users, frames)) or (script if outermost else [])

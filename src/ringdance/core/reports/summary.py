@@ -1,4 +1,4 @@
-"""The summary at the end of a run: how fast it was, how long it waited, which rank was the slowest."""
+"""The summary at the end of a run: how fast it was, how long it waited, and which rank was slowest."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class RunSummary:
         return self._after > 0 and self.seconds >= self._after * tolerance
 
     def figures(self) -> Figures:
-        """Return this rank's figures from the end of its first step, which often compiles, to its last step.
+        """Return this rank's figures from the end of its first step, which may compile, to its last step.
 
         Without steps, return the figures of the whole run.
         """

@@ -41,7 +41,7 @@ class EventCount:
         words: An int32 memoryview with two words per rank, ``stride`` apart: a counter that each
             notification increments, and a flag that is set while its owner waits.
         address: Address of ``words[0]`` in this process.
-        stride: Words from one rank's pair to the next.
+        stride: Distance, in words, between the pairs of two consecutive ranks.
         index: This rank's local index.
     """
 
