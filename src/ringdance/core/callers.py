@@ -9,8 +9,8 @@ Note [Certain deadlocks]
       Python's locks sleep like this, as do idle thread pools and calls into C that wait for either.
     - It has no Python frames, and it is not running. If another thread is in a call into C, that call may be
       waiting for such a thread, which may in turn be waiting for data from the network. In this case, threads
-      without Python frames must also sleep in a futex. The exception is threads that existed before the first
-      engine (started by MPI): it is enough that they have not run.
+      without Python frames must also sleep in a futex. Threads that existed before the first engine (MPI's)
+      are an exception: it is enough that they have not run.
 
     A rank stays blocked until a wait starts, a request is submitted, or a sleeping thread runs. If all ranks
     are blocked at the same time, and no operation can start, no rank can ever continue. If it is uncertain

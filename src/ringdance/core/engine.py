@@ -79,7 +79,7 @@ class Engine:
         self.report = report or (lambda text: None)
         self.joins = 0  # number of times that all ranks have joined
         self._stop_work = Work(Request(Description(Collective.BARRIER)), "shutdown", self._wait)
-        self._lock = threading.RLock()  # reentrant: a signal handler may submit while its thread has it
+        self._lock = threading.RLock()  # reentrant: a signal handler may submit while its thread holds it
         self.summary = RunSummary(self.recorder.words, settings.summary_time, self.size)
         self.context = Context(self.recorder)
         self.callers = Callers()
@@ -305,7 +305,7 @@ class Engine:
         Args:
             set_id: The process set.
             number: The request's ``order``. -1 for a message between two ranks.
-            message: Message of the errors.
+            message: Message for these errors.
         """
 
         def fail() -> None:

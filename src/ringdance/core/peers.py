@@ -24,7 +24,7 @@ class Peers:
     """Exchanges notes (JSON objects with a ``kind``) with the other ranks, and checks on them.
 
     Threads: all methods except ``missing`` run in a step of the engine or in ``Stepper.exclusively``.
-    Posting a note also tests MPI's requests of earlier notes, which two threads must not do concurrently.
+    Posting a note also tests the requests of earlier notes, which two threads must not do concurrently.
 
     Args:
         transport: Connects all ranks.

@@ -167,7 +167,10 @@ class ProgressEngine:
                 backoff = self._sleep(now, backoff)
 
     def _seconds_to_work(self, now: float) -> float:
-        """Return the seconds until the engine thread has work, at most ``_IDLE``. Callers that wait do it."""
+        """Return the seconds until the engine thread has work, at most ``_IDLE``.
+
+        While callers wait, they do its work.
+        """
         due = None if self._stepper.callers.waiting else self._stepper.sets.next_due()
         return _IDLE if due is None else min(_IDLE, due - now)
 

@@ -68,7 +68,7 @@ _U32 = 0xFFFFFFFF
 
 
 class Recorder:
-    """Records what this rank does in its ring, from which all reports are made.
+    """Records in a ring what this rank does. All reports are made from the records.
 
     Args:
         directory: Directory for flight records. "" for the system's temporary directory.
@@ -140,7 +140,7 @@ class Recorder:
         self.words[_WRITTEN] = number + 1
 
     def uncounted(self) -> None:
-        """Exclude everything that this engine has exchanged so far from the counters."""
+        """Remove everything that this engine has exchanged so far from the counters."""
         self._batches, self._tensors, self._bytes, waited = self._first
         self.waited = waited / 1e9
         self._small_batches = self._small_bytes = 0
@@ -185,7 +185,7 @@ class Recorder:
         self.ring.add(_WAIT, label, work.request.set_id, int(seconds * 1e6))
 
     def alone(self, work: Work) -> None:
-        """Record the batch of a request that involves only this rank."""
+        """Record a request that involves only this rank as a batch."""
         request = work.request
         nbytes = sum([view.nbytes for view in request.inputs])
         label, began = self.ring.label(label_of(work.name)), int(work.submitted * 1e9)
@@ -194,7 +194,7 @@ class Recorder:
         self.batch(BatchRecord(request.set_id, request.description.kind, label, nbytes), 0, began)
 
     def marks(self) -> list[int]:
-        """Return a list to collect the times of a batch's phases in, or [] if they are not recorded."""
+        """Return a list to which to append the times of a batch's phases, or [] if they are not recorded."""
         return [monotonic_ns()] if self.detail else []
 
     def chunks(self, set_id: int, marks: list[int], every: int) -> None:

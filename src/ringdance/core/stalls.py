@@ -208,7 +208,7 @@ class StallWatch:
         return max(waiting, key=lambda item: item[2])
 
     def _pending_since(self, state: ProcessSetState, work: Work) -> float | None:
-        """Return when a thread started to wait for a request or, if none has to, when it was submitted."""
+        """Return when a thread started to wait for a request or, if asynchronous, when it was submitted."""
         if work.waited_since and self._callers.waits_in(state.set_id):
             return work.waited_since
         return work.submitted if state.pending.eager_since is not None else None
@@ -339,7 +339,10 @@ class StallWatch:
         return {"kind": "seen", "rank": rank, "text": text, "stacks": stacks}
 
     def _ask_neighbours(self, inquiry: _Inquiry, silent: list[int]) -> bool:
-        """Ask ranks that answered to examine silent ranks on their hosts. Returns True until all reply."""
+        """Ask ranks that answered to examine silent ranks on their hosts.
+
+        Returns True until all of them have replied.
+        """
         who = self._transport.identities
         for rank in silent:
             neighbours = [p for p in inquiry.answers if who[p].host == who[rank].host]

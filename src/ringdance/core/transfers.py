@@ -1,4 +1,4 @@
-"""Messages between two ranks. No process set has to agree on them."""
+"""Messages between two ranks, which need no agreement in a process set."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Transfer:
         state: The process set's ``ProcessSetState``.
         verb: "send" or "receive".
         nbytes: Size of the message.
-        rank: The other side's rank in the set. None for any rank.
+        rank: The other rank's number in the set. None for any rank.
         tag: Tag of the message.
 
     Attributes:

@@ -81,7 +81,7 @@ class Exchange(abc.ABC):
     inputs unchanged, until the state machine has ended.
 
     Attributes:
-        set_id: Process set of the members, for records.
+        set_id: Process set of the members, named in records.
         devices: Exchanges for the members' tensors on devices, by kind of device.
         chunk_bytes: Size of the chunks of an all-reduce within a host, in bytes. 0 if there are none.
         most_chunk_bytes: The highest value to which ``chunk_bytes`` can be changed.

@@ -35,7 +35,7 @@ def sends_to_few(members: int) -> bool:
 
 
 class _ChunkInFlight:
-    """One chunk on its way, reduced over the members of a transport.
+    """A chunk that is being reduced over the members of a transport.
 
     Blocks are sent to their owners, who reduce them in rank order and send the results to all members. Each
     member sends and receives less than two chunks, regardless of the number of members. All members must call

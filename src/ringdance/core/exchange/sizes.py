@@ -20,7 +20,7 @@ _LINE = 64  # bytes: a multiple of the size of any dtype
 class Sizes:
     """Sizes of an exchange between hosts, in bytes unless the name says otherwise.
 
-    An all-reduce has a stage within hosts, or is *flat*: its chunks are reduced over all members at once.
+    An all-reduce either has a stage within hosts or is *flat*: all members reduce its chunks together.
     Created by ``sizes_for``.
 
     Attributes:

@@ -24,7 +24,7 @@ class Chunk(NamedTuple):
 
 
 def chunks_of(records: Sequence[Record]) -> list[Chunk]:
-    """Return the chunks of a batch. A record that counts for several chunks lasts until the next."""
+    """Return the chunks of a batch. A record for several chunks covers the time until the next record."""
     chunks = []
     for record, after in zip_longest(records, records[1:]):
         wait, copy_out, reduce, copy_in, count = record.values

@@ -30,7 +30,7 @@ class MonitorClient:
     def __init__(self, pids: Sequence[int], metrics: bool) -> None:
         self._limit = _OTHERS_S
         root = str(Path(__file__).resolve().parents[3])
-        # In its own session, so that neither Ctrl-C nor this process's exit ends it before it has finished.
+        # The monitor gets its own session, so that neither Ctrl-C nor this process's exit ends it too early.
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", _BOOT, root, *map(str, pids)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=None if metrics else subprocess.DEVNULL,

@@ -21,7 +21,7 @@ class _Times(NamedTuple):
 
 
 class CoreUse:
-    """Measures how much of the cores that are available to some processes is used, by any program.
+    """Measures the use, by all programs, of the cores that are available to some processes.
 
     Args:
         pids: The processes. All must share this process's quota.
@@ -63,7 +63,7 @@ class CoreUse:
         words = words_of(f"{self._cgroup}/cpu.stat")  # in cgroup v1, this file does not contain the usage
         if "usage_usec" in words:
             return int(words[words.index("usage_usec") + 1]) / 1e6
-        # Another controller than for the quota reports the usage. It may be mounted separately.
+        # In cgroup v1, another controller reports the usage. It may be mounted separately from the quota's.
         other = self._cgroup.replace("/cgroup/cpu", "/cgroup/cpuacct", 1)
         words = words_of(f"{self._cgroup}/cpuacct.usage") or words_of(f"{other}/cpuacct.usage") or ["0"]
         return int(words[0]) / 1e9

@@ -80,7 +80,7 @@ class Clock:
 
 
 class RemoteRing:
-    """The part that has arrived of a ring on another host.
+    """The records and labels that have arrived from a ring on another host.
 
     Attributes:
         taken: Results of ``RingReader.take`` on that host, each with ``RingReader.lost``.
@@ -103,7 +103,7 @@ class Follower:
         sock: An authenticated connection.
 
     Attributes:
-        stopped: True if no more records will arrive for now, or forever if the link is closed.
+        stopped: True if no more records will arrive for now or, if the link is closed, at all.
         ended: True if all records have arrived.
     """
 
@@ -119,7 +119,7 @@ class Follower:
         if self.ended and self.clock.known:
             return ""
         if self.ended:
-            return "the offset of its clock is not known"
+            return "the offset of its clock is unknown"
         if self.frames.open:
             return "it did not arrive in time"
         return "its monitor was killed, or cannot be reached"

@@ -168,7 +168,7 @@ class Monitor:
             follower.frames.send({"do": "start", "detail": detail, "anew": anew})
 
     def _stop(self, last: bool = False) -> None:
-        """Complete the timeline file. If ``last``, wait for the last records from other hosts."""
+        """Complete the file with the records of all hosts. If ``last``, wait for the last ones to arrive."""
         self._set_detail(0)
         if self._trace is None and self._sender is None:
             return

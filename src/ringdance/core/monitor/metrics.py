@@ -14,7 +14,7 @@ from io import FileIO
 from ringdance.core.ring import RingReader
 from ringdance.errors import pip_install
 
-_SPARSER = 1000  # an interval is at least 1/1000 of the run time so far, so that files grow ever more slowly
+_SPARSER = 1000  # an interval is at least 1/1000 of the time so far, so that long runs write few samples
 
 
 class Metrics:

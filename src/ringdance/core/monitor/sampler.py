@@ -64,7 +64,7 @@ class Sampler:
 
 
 class ProcessUse:
-    """The CPU time and memory of a rank's process. CPU time includes its children, which may decode input."""
+    """CPU time and memory of a rank's process. CPU time includes child processes, which may decode input."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid

@@ -115,7 +115,8 @@ class CacheEntry:
 
     Attributes:
         used: Round in which it was last executed.
-        mismatched: True if members submitted different requests. Its bit then means "submitted anything".
+        mismatched: True if members submitted different requests. The entry's bit then means only that a
+            member has submitted one of them.
         piggyback: How its data are piggybacked, or None if they are too large.
     """
 

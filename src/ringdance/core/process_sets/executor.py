@@ -162,7 +162,7 @@ class Executor:
                     mismatched.append((slot, item))
                 else:
                     items.append(item)
-        # Tune first, so that new values apply to the rest.
+        # Tune first, so that the new values apply to the other requests.
         items.sort(key=lambda item: item.description.kind != Collective.TUNE)
         yield from self._run(items, round_number)
         for slot, item in mismatched:
@@ -179,7 +179,7 @@ class Executor:
             first, kind = batch[0], batch[0].description.kind
             results: list[Any]
             if first.work is not None and first.work.refusal is not None:
-                results = [[] for _ in batch]  # all made the same wrong call, which has raised
+                results = [[] for _ in batch]  # all members made the same wrong call, and it raised
             elif error := self._forbidden(first):
                 results = [error for _ in batch]
             elif kind in _CHANGES and self.change is not None:

@@ -24,7 +24,7 @@ class PendingRequests:
         unnamed: Requests without a name, in order of submission.
         running: Unnamed requests that are being executed. They fail too if the engine fails.
         join: The pending join request, or None.
-        joined: Bits of the members that have joined, as all members know.
+        joined: Bits of the members that all members know to have joined.
         held: By name: requests, in order of submission, that are held until the peers know about a refused
             request with the same name.
         joined_here: True if this rank contributes neutral elements until all ranks have joined.

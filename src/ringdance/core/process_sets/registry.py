@@ -1,4 +1,4 @@
-"""The process sets of an engine: registered, added and removed by agreement of all ranks."""
+"""The registry of an engine's process sets. Sets are added and removed by agreement of all ranks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _Post = Callable[[int, dict[str, Any]], None]
 
 @dataclass(slots=True)
 class RegisteredSet:
-    """A process set as every rank knows it, member or not."""
+    """A process set as known to every rank, whether it is a member or not."""
 
     ranks: tuple[int, ...]
     state: ProcessSetState | None  # None on ranks that are not members

@@ -82,7 +82,7 @@ class ProcessSetState:
         stopped: True once all members have agreed to stop.
         no_waiter: After the stop, True if no thread was left waiting.
         leaving: True once this rank has left the group.
-        left: Global ranks known to have left the group, with the times (monotonic) of their leaving.
+        left: Times (monotonic) at which members have left the group, by global rank.
         why: Why a rank has left the group, if it has not destroyed the group. Otherwise "".
     """
 

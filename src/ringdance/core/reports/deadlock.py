@@ -1,4 +1,4 @@
-"""Detect deadlocks: all ranks wait for each other."""
+"""Detect deadlocks, in which all ranks wait for each other."""
 
 from __future__ import annotations
 

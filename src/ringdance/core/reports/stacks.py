@@ -86,7 +86,7 @@ def _doing(frames: Sequence[FrameType], said: str) -> str:
 def doing_in(files: Sequence[str], said: str) -> str:
     """Return what a thread is doing, judging by its library files (innermost first), or ``said``."""
     known = [doing for file in files for part, doing in _BY_FILE if part in file]
-    # If the thread waits for another process, say that. A loader without workers runs in this thread.
+    # If the thread waits for another process, report that. A loader without workers runs in this thread.
     loads = known[:1] == [_LOADS] and said and not said.startswith("waits")
     return said if not known or loads or said.startswith("waits for data") else known[0]
 

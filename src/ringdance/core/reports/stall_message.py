@@ -27,8 +27,8 @@ class Stall:
         identities: All ranks.
         rank: The rank that reports the stall.
         status: Status of that rank, from ``StallWatch.status``.
-        seconds: Seconds for which it has waited, or since it submitted the request.
-        waits: True if a thread of that rank waits for this request.
+        seconds: Seconds for which that rank has waited, or since it submitted the request.
+        waits: True if a thread of that rank is waiting for this request.
         name: Name of the request.
         set_id: Process set of the request.
         others: Ranks of the other members.

@@ -148,14 +148,14 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def split(self, members: Sequence[int], window_bytes: int) -> Transport | None:
-        """Make a communicator of these ranks. Collective over all ranks, may block.
+        """Make a communicator of these ranks. This is collective over all ranks and may block.
 
         Returns None on ranks that are not in ``members``. ``window_bytes`` is the size of each member's
         buffers in a shared-memory window, 0 for no window.
         """
 
     def subset(self, members: Sequence[int], window_bytes: int) -> Transport:
-        """Make a communicator of these ranks. Collective over these ranks only, blocks. See ``split``."""
+        """Make a communicator of these ranks, which must all call this. Blocks. See ``split``."""
         raise NotImplementedError(f"{type(self).__name__} can only make communicators of all ranks.")
 
     def send(self, buffer: Array, rank: int, tag: int) -> Transfer:
@@ -168,7 +168,7 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def hierarchy(self) -> Hierarchy | None:
-        """Prepare two-stage reductions. Collective over all members, may block.
+        """Prepare two-stage reductions. This is collective over all members and may block.
 
         Returns None on all members if nothing would be gained (one host, or one member per host), or if the
         members on some host do not share memory.

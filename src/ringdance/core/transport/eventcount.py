@@ -1,4 +1,4 @@
-"""Wait without taking the cores from the computation. Contains the Linux-only parts of the transports.
+"""Wait without taking cores from the computation. Contains the Linux-only parts of the transports.
 
 If all peers of a rank are on its host, it waits on a *futex*: a 32-bit word in the window, which a peer
 changes before it wakes the waiter. The peer makes a system call only if the "waiting" flag is set. It can

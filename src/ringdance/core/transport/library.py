@@ -49,7 +49,7 @@ def load_mpi(thread_level: str = "multiple") -> Any:
 def _init_thread(mpi: Any, level: int) -> None:
     """Initialize MPI without holding the GIL. mpi4py's own call would hold it until all ranks have called.
 
-    Without the GIL, other threads continue, including the one that reports which ranks are missing.
+    Other threads can therefore continue, including the one that reports which ranks are missing.
     """
     try:
         call = ctypes.CDLL(mpi.__file__).MPI_Init_thread

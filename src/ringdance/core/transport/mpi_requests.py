@@ -1,4 +1,4 @@
-"""Posted MPI operations: what may be in flight, and receives that wait for their message."""
+"""Posted MPI operations that may be in flight, and receives that wait for their messages."""
 
 from __future__ import annotations
 

@@ -34,8 +34,8 @@ class OutsideTransport(SingleTransport):
     """What a process that is not a rank knows about a job: one of its ranks, and the number of ranks.
 
     Args:
-        rank, size: The rank in its communicator, and the number of ranks.
-        pid: Process id of this rank, which is on this host.
+        rank, size: That rank in its communicator, and the number of ranks.
+        pid: Process id of that rank, which is on this host.
     """
 
     def __init__(self, rank: int, size: int, pid: int) -> None:

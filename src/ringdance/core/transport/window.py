@@ -6,7 +6,7 @@ Layout, for m members::
     m x 2 vectors     agreement vectors; after each, 4096 bytes for piggybacked data
     m x 2 buffers     data
 
-A member publishes what it wrote by incrementing its ``signaled`` counter (``signal``). It may read what the
+A member publishes its writes by incrementing its ``signaled`` counter (``signal``). It may read what the
 other members wrote once all their counters have reached the same value (``reached``).
 
 Note [Parity]
@@ -103,7 +103,7 @@ class Window:
             self.buffers[parity][self.index][::_PAGE] = 0
 
     def signal(self) -> None:
-        """Publish what this member wrote. ``reached`` returns True once all members have done the same."""
+        """Publish this member's writes. ``reached`` returns True once all members have done the same."""
         if self._fence:
             self._fence()
         self.count += 1
