@@ -54,8 +54,8 @@ class Word(enum.IntEnum):
     EPOCH_OFFSET = 4  # time since the epoch minus monotonic time
     CLOSED = 5  # the rank has left the job
     DETAIL = 6  # a reader sets this to have submissions and chunks recorded too
-    LABELS = 7  # bytes of labels written
-    WRITTEN = 8  # records so far, approximately
+    LABELS = 7  # number of label bytes written
+    WRITTEN = 8  # approximate number of records so far
     BATCHES = 9  # this word and the next three are updated at each step and a few times per second
     TENSORS = 10
     BYTES = 11

@@ -38,7 +38,7 @@ _DEADLOCK = (
 )
 _ANSWER_TIMEOUT = 0.5
 _BUSY_TIMEOUT = 1.5  # for a process that may have to wait for a core, or is on another host
-_LOOK_TIMEOUT = 4.0  # py-spy may take seconds
+_LOOK_TIMEOUT = 4.0  # for a rank on another host to examine a silent rank there
 _SAME_ANSWER = 0.1  # seconds to reuse an answer, because examining all threads takes about 20 ms
 _RECHECK = 1.0  # seconds until the next inquiry after one that found nothing wrong
 _MOST_PATIENCE = 120.0

@@ -22,7 +22,7 @@ from ringdance.core.peers import Peers
 from ringdance.core.process_sets.registry import ProcessSets
 
 _CHECK_EVERY = 0.09  # seconds between checks of the peers: slightly less than a rest of the engine thread
-_CHECK_STEPS = 32  # productive steps between checks, for exchanges so long that no thread sleeps
+_CHECK_STEPS = 32  # productive steps between checks, for long exchanges in which no thread sleeps
 _STEP_LIMIT = 5.0  # seconds for another thread to finish its step; most steps take microseconds
 
 

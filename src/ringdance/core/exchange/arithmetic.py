@@ -74,7 +74,7 @@ def _average_integers(parts: Sequence[Array], divisor: int, out: Array) -> None:
         total = parts[0].astype(np.int64)
         for part in parts[1:]:
             total += part
-        total += (total >> 63) & (divisor - 1)  # negative totals round up
+        total += (total >> 63) & (divisor - 1)  # so that negative totals are rounded toward zero
         out[...] = total // divisor
         return
     quotient, total, rest = np.empty_like(out), np.zeros_like(out), np.zeros_like(out)

@@ -60,7 +60,7 @@ def copy_range(
     views: Sequence[Array], bounds: Sequence[int], start: int, stop: int, buffer: Array, outward: bool
 ) -> None:
     """Copy bytes [start, stop) of the row that ``views`` form to the buffer, or back if ``outward``."""
-    if len(views) == 1:  # the fast path takes a fifth of the time
+    if len(views) == 1:  # this fast path takes only a fifth of the time
         if outward:
             views[0][start:stop] = buffer[: stop - start]
         else:

@@ -17,7 +17,7 @@ from ringdance.core.transport.base import Pending, Transport
 _IN_FLIGHT = 4  # chunks: enough to overlap packing, sending and unpacking
 _AHEAD = 2  # chunks that are sent before the first is reduced, to keep the network busy
 _POLLS = 8  # consecutive tests for completion, because the library moves data only during tests
-_FEW = 16  # up to this many members send the blocks of a chunk to each other
+_FEW = 16  # maximum number of members that send the blocks of a chunk to each other
 # A second round in flight keeps the network busy while the first is packed or unpacked.
 _ROUNDS = 2
 

@@ -114,7 +114,7 @@ class SharedMemoryExchange(Exchange):
     ) -> Steps:
         window, context = self._window, self.context
         own, deliver = window.index, how.deliver
-        # A step handles up to a thousand segments here, so the usual cases are written out.
+        # A step handles up to a thousand segments here, so common cases have specialized code.
         reduce_block = self._add_block if how.simple and window.members == 2 else self._reduce_block
         plan = chunks(sizes, self.chunk_bytes // how.dtype.itemsize, window.members)
         marks, every = context.recorder.marks(), 1 + len(plan) // _RECORDED

@@ -51,7 +51,7 @@ class CoreUse:
 
     def _times(self) -> _Times:
         each = psutil.cpu_times(percpu=True)
-        if max(self._cores) < len(each):  # otherwise a container shows only its own cores
+        if max(self._cores) < len(each):  # otherwise, this is a container that shows only its own cores
             each = [each[core] for core in self._cores]
         idle = sum(one.idle + getattr(one, "iowait", 0.0) for one in each)
         # Linux includes the time of guests in user time.

@@ -17,7 +17,7 @@ _RECORDS = 1 << 19  # maximum number in a file, for about 200 MB of JSON, which 
 # Converting takes longer than the ranks take to write, and they may need all cores. While they run,
 # conversion gets this many seconds, and then this share of one core. The rest is converted at the end.
 _FIRST_S, _SHARE = 0.3, 0.005
-_BEFORE_S = 60.0  # time 0 is this much before the start, because Perfetto drops events before time 0
+_BEFORE_S = 60.0  # time 0 is this long before the start, because Perfetto drops events before time 0
 
 
 Source = RingReader | RemoteRing

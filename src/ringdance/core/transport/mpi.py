@@ -187,7 +187,7 @@ class MpiTransport(Transport):
         status = self._mpi.Status()
         while True:
             try:
-                Incoming.match_all()  # a sender may be waiting for this while this rank waits for another
+                Incoming.match_all()  # a sender may be waiting for this while this rank waits for another one
                 message = self._notes.Improbe(tag=1, status=status)
             except self._mpi.Exception as error:
                 if self.lost(error) is None:
