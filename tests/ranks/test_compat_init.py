@@ -191,7 +191,7 @@ def test_dynamic_sets(monkeypatch: pytest.MonkeyPatch) -> None:
     assert hvd.add_process_set(own) is own
     assert own.process_set_id == 2
     for equal in ([0], hvd.ProcessSet([1]), range(SIZE)):
-        with pytest.raises(ValueError, match="exists already"):
+        with pytest.raises(ValueError, match="already exists"):
             hvd.add_process_set(equal)
     assert hvd.remove_process_set(added) is True
     assert (added.process_set_id, added.size()) == (None, None)

@@ -4,20 +4,21 @@ Note [Certain deadlocks]
     A deadlock ends a job, so a rank counts as *blocked* only if no thread of its process can ever continue.
     Each thread must be in one of these states:
 
-    - It waits for a Work without a timeout, or is an engine thread.
+    - It has called ``Work.wait`` without a timeout, or it is an engine thread.
     - It sleeps in a private futex without a timeout, so only another thread of its process can wake it.
       Python's locks sleep like this, as do idle thread pools and calls into C that wait for either.
-    - It has no Python code to run, and is not running. If another thread is in a call into C, that call may
-      wait for such a thread, which in turn may wait for data from a network. Threads without Python code must
-      then sleep in a futex as well, except those that existed before the first engine (MPI's), which must not
-      have run.
+    - It has no Python frames, and it is not running. If another thread is in a call into C, that call may be
+      waiting for such a thread, which may in turn be waiting for data from the network. In this case, threads
+      without Python frames must also sleep in a futex. Threads that existed before the first engine (MPI's)
+      are an exception: it is enough that they have not run.
 
     A rank stays blocked until a wait starts, a request is submitted, or a sleeping thread runs. If all ranks
-    are blocked at the same time, and no operation can start, no rank can ever continue. Uncertain cases (a
-    system other than Linux, a thread that sleeps for some seconds, a timer that sends a signal) count as a
-    thread that can continue. If all Python threads wait for locks, three cases are not covered: a sleeping
-    thread of C code that calls Python later; a signal handler that releases a lock; and a thread of the
-    user's C code, started before ``init()``, that ends a wait in C.
+    are blocked at the same time, and no operation can start, no rank can ever continue. If it is uncertain
+    whether a thread can continue (on a system other than Linux, while a thread sleeps for some seconds, or
+    while a timer that sends a signal is running), the rank does not count as blocked. If all Python threads
+    are waiting for locks, three cases are not covered: a sleeping C thread that will call Python later, a
+    signal handler that releases a lock, and a C thread that the user's code started before ``init()`` and
+    that ends a wait in C.
 """
 
 from __future__ import annotations
@@ -35,24 +36,24 @@ from ringdance.core.reports.procfs import task_ids, wakeable
 from ringdance.core.request import Work
 from ringdance.core.transfers import Transfer
 
-_IN_WAITS = ("ringdance", "threading", "json")  # packages whose functions a wait calls
-_LOCKS = frozenset({"threading", "concurrent"})  # their calls into C wait for Python's locks only
+_IN_WAITS = ("ringdance", "threading", "json")  # packages with frames on the stack of a waiting thread
+_LOCKS = frozenset({"threading", "concurrent"})  # packages whose calls into C wait only for Python's locks
 _TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
-_early_threads = functools.cache(task_ids)  # the process's threads when its first engine started
+_early_threads = functools.cache(task_ids)  # threads of the process when its first engine started
 
 
 class Callers:
     """The threads that have called this rank's engine.
 
-    Threads: any thread may change these attributes. Each change is one subscript, call or assignment, so no
-    lock is needed.
+    Threads: any thread may change these attributes. Each change is a single subscript operation, call
+    or assignment, so no lock is needed.
 
     Attributes:
-        waiting: Works that threads are waiting for, each under its wait's key. While any thread waits,
-            everything pending is due in every set, because two ranks may wait for two sets in different
-            orders.
+        waiting: Works that threads are waiting for, with one key per wait. While any thread waits, all
+            pending requests of all sets are due, because two ranks may wait for the same two sets in
+            different orders.
         submitted: Time of the last submission (monotonic).
-        transfers: Messages that threads are waiting for, each under its wait's key.
+        transfers: Messages that threads are waiting for, with one key per wait.
         messages: Number of completed waits for messages.
     """
 
@@ -76,11 +77,11 @@ class Callers:
         Thread: the one stepping the engine.
 
         Returns:
-            ``blocked``: True if this rank is blocked, see Note [Certain deadlocks]. ``still``: Seconds in
-            this state, with the same waits. ``quiet``: Seconds since the last submission.
+            ``blocked``: True if this rank is blocked, see Note [Certain deadlocks]. ``still``: Seconds
+            spent in this state with the same waits. ``quiet``: Seconds since the last submission.
         """
         now, threads = time.monotonic(), self._threads()
-        # The state holds the waits' keys, so that the keys of later waits differ.
+        # The state keeps the keys of the waits alive, so the keys of later waits are different objects.
         state = threads and (threads, tuple(list(self.waiting)), self.submitted)
         if not state or state != self._state:
             self._state, self._since = state, now
@@ -90,10 +91,10 @@ class Callers:
     def _threads(self) -> list[tuple[int, int]] | None:
         """Return the threads that are not waiting for a Work, or None if any thread can continue.
 
-        With each thread, return the time it has used, or 0 if that does not matter.
+        Each thread is returned with the time that it has used, or 0 if that time does not matter.
         """
         numbers = {thread.ident: thread.native_id or 0 for thread in threading.enumerate()}
-        # Negative: a thread of C code that calls Python, whose kernel thread id is unknown.
+        # A negative number stands for a C thread that calls Python. Its kernel thread id is unknown.
         frames = {numbers.get(ident, -ident): frame for ident, frame in sys._current_frames().items()}
         waiting = {number for number, frame in frames.items() if _waits(frame)}
         callers = {number: _package(frame) for number, frame in frames.items() if number not in waiting}
@@ -114,7 +115,7 @@ def _package(frame: FrameType) -> str:
 
 
 def _waits(frame: FrameType | None) -> bool:
-    """Return True if a thread is only waiting for a Work, without a timeout, or is an engine thread."""
+    """Return True if a thread has called ``Work.wait`` without a timeout, or is an engine thread."""
     while isinstance(frame, FrameType) and _package(frame) in _IN_WAITS:
         if frame.f_code is Work.wait.__code__:
             return frame.f_locals["timeout"] is None

@@ -23,7 +23,7 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(slots=True)
 class AgreedRequest:
-    """An agreed request. ``work`` is None if this rank has joined."""
+    """A request that all members have agreed on. ``work`` is None if this rank has joined."""
 
     name: str
     description: Description
@@ -31,7 +31,7 @@ class AgreedRequest:
 
 
 def _request(item: AgreedRequest) -> Request:
-    """Return the item's request. A joined rank contributes neutral elements, which change no result."""
+    """Return the item's request or, if this rank has joined, one whose inputs do not change the result."""
     if item.work is not None:
         return item.work.request
     d = item.description
@@ -49,7 +49,7 @@ def _outputs(request: Request) -> list[Array]:
 
 
 def _output(request: Request, index: int, shape: tuple[int, ...]) -> Array:
-    """Return the array for a result whose shape is known only now: the caller's array if its shape fits."""
+    """Return the array for a result whose shape was unknown before: the caller's if it fits, or a new one."""
     provided = None if request.outputs is None else request.outputs[index]
     if provided is not None and provided.shape == shape and provided.dtype == request.inputs[index].dtype:
         return provided
@@ -57,7 +57,7 @@ def _output(request: Request, index: int, shape: tuple[int, ...]) -> Array:
 
 
 def execute(exchange: Exchange, members: Sequence[int], batch: Sequence[AgreedRequest]) -> Steps:
-    """Run a batch. Returns a list that holds each item's results, or an exception instead."""
+    """Execute a batch. Returns a list that contains, for each item, its results or an exception."""
     d = batch[0].description
     if d.detail and d.kind != Collective.BARRIER:
         return [_zero_dim_error(item.name, item.description) for item in batch]
@@ -65,7 +65,7 @@ def execute(exchange: Exchange, members: Sequence[int], batch: Sequence[AgreedRe
         if d.device not in exchange.devices:
             assert exchange.context.make_device is not None
             made = yield from exchange.context.make_device(exchange, d.device)
-            exchange.devices = {**exchange.devices, d.device: made}  # a copy: others may be reading it
+            exchange.devices = {**exchange.devices, d.device: made}  # a copy: another thread may read it
         pairs = [(item.description, None if item.work is None else item.work.request) for item in batch]
         return (yield from exchange.devices[d.device].execute(pairs, members))
     requests = [_request(item) for item in batch]
@@ -100,7 +100,7 @@ def _zero_dim_error(name: str, description: Description) -> MismatchError:
 
 
 def _numbers(views: Sequence[Array], how: Reduction) -> Sequence[Array]:
-    """Return contiguous arrays in the form to reduce: complex numbers as pairs of floats, the rest as is."""
+    """Return contiguous arrays as they are reduced: complex numbers as pairs of floats, others unchanged."""
     return [view.reshape(-1).view(how.dtype) for view in views] if how.pairs else views
 
 
@@ -198,7 +198,7 @@ def _alltoall(exchange: Exchange, request: Request, work: Work | None) -> Steps:
 
 
 def _cut(rows: Array, counts: Iterable[int]) -> list[Array]:
-    """Split an array along its first dimension."""
+    """Split an array along its first dimension into parts of ``counts`` rows."""
     ends = list(accumulate(counts, initial=0))
     return [rows[start:end] for start, end in pairwise(ends)]
 

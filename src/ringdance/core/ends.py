@@ -1,14 +1,14 @@
-"""How the engine of a rank ends: by agreement or with an error.
+"""How a rank's engine ends: by agreement or with an error.
 
 Note [Ends]
-    An engine ends once. All methods in this table except the last run while no other thread is in a step of
-    the engine (they are called in a step, or by ``Stepper.exclusively``). So only one thread at a time
-    sends notes, fails pending work and frees communicators.
+    An engine ends only once. All methods in this table except the last one run while no other thread is
+    stepping the engine: they are called in a step, or by ``Stepper.exclusively``. Therefore, only one thread
+    at a time sends notes, fails pending work and frees communicators.
 
     ==================  ==========================================  ========================================
     method              called by                                   what follows
     ==================  ==========================================  ========================================
-    ask_to_stop         Engine.shutdown, on a thread of the user    a note "stop" to the peers; ``stop``
+    ask_to_stop         Engine.shutdown, on a user thread           a note "stop" to the peers; ``stop``
     stop                ask_to_stop; a peer's note "stop"           rounds in which the sets agree to stop
     close               a step, when all sets have agreed           pending work fails with ShutDownError,
                                                                     communicators are freed
@@ -18,10 +18,10 @@ Note [Ends]
                         Engine.shutdown, after its timeout;         the buffers of posted operations
                         Engine.leave, after an uncaught exception;
                         ProgressEngine, if its own thread fails
-    fail_by             a step or a check of the peers that raised  ``fail``: a rank is lost, or EngineError
+    fail_by             a step or a check of the peers that raised  ``fail``, or ``fail_lost`` if a rank died
     fail_lost           a check of the peers; fail_by               ``fail`` with RankLostError
     disown              a child of the rank, forked or started      collectives raise in the child; nothing
-                                                                    is sent, the parent's job continues
+                                                                    is sent, and the parent's job continues
     ==================  ==========================================  ========================================
 """
 
@@ -48,7 +48,7 @@ from ringdance.errors import (
     StallError,
 )
 
-_OF_NOTES = {"StallError": StallError, "DeadlockError": DeadlockError}  # for all others, RankLostError
+_OF_NOTES = {"StallError": StallError, "DeadlockError": DeadlockError}  # for other errors, RankLostError
 _FIGURES_S = 1.0  # enough, because all ranks send their figures at the same time
 _REASON_S = 0.2  # the note with the reason may arrive after the round in which all ranks stop
 
@@ -65,12 +65,12 @@ class EngineEnd:
         summary: Collects the figures from all ranks.
         stop_work: Work that is done once the engine has stopped.
         closed: True once the engine no longer accepts requests.
-        broken: Error with which the engine failed, or None.
+        broken: Error that made the engine fail, or None.
         failed_here: True if this rank detected the failure.
         stopped_first: True if this rank asked to stop before it received another rank's request.
         unclean: True if a rank was still waiting for something after the stop.
         incomplete: Names of this rank's operations that were not complete after the stop.
-        departed: A rank whose program has exited, so that this job cannot be restarted, or "".
+        departed: A rank whose program has exited, so this job cannot be restarted. "" if there is none.
     """
 
     transport: Transport
@@ -94,8 +94,8 @@ class EngineEnd:
         self.peers.handlers.update(own_notes)
 
     def ask_to_stop(self, reason: str, departing: bool) -> None:
-        """Stop on all ranks. See ``Engine.shutdown``."""
-        if self.closed:  # it closed while this thread waited for its turn
+        """Ask all ranks to stop. See ``Engine.shutdown``."""
+        if self.closed:  # the engine was closed while this thread waited for its turn
             return
         self.stopped_first = not self._reason
         departed = str(self._identity) if departing else ""
@@ -108,7 +108,7 @@ class EngineEnd:
         self.stop(f"{self.transport.identities[rank]} {note['reason']}")
 
     def stop(self, reason: str) -> None:
-        """Make all sets agree to stop."""
+        """Have all process sets agree to stop."""
         self._reason = self._reason or reason
         for state in self.sets.states():
             state.stopping = True
@@ -156,7 +156,7 @@ class EngineEnd:
 
         Args:
             error: Reason for the failure.
-            departed: A rank whose program has exited, or "".
+            departed: The rank whose program has exited. "" if there is none.
             notify: If True, send a note to the peers, who do not know of the failure yet.
         """
         if self.closed:
@@ -209,19 +209,19 @@ class EngineEnd:
             self.fail_lost(who or "A rank")
 
     def abandon(self, work: Work) -> None:
-        """Fail a Work that an interrupt has removed from all collections. The engine has ended."""
+        """After the engine has ended, fail a Work that an interrupt has removed from all collections."""
         if not work.done():
             work.finish(error=None if work is self.stop_work else self.error())
 
     def error(self) -> CollectiveError:
-        """Return the error for anything submitted or waited for after the end."""
+        """Return the error for requests that are submitted or waited for after the end."""
         if self.broken is not None:
             return type(self.broken)(str(self.broken))
         reason = self._reason or "This rank has shut down"
         return ShutDownError(f"{reason}. No further operations can be submitted.")
 
     def disown(self, origin: str) -> None:
-        """Refuse collectives in a child of a rank. ``origin`` is "was forked from" or "was started by"."""
+        """Refuse collectives in a rank's child process. ``origin``: "was forked from" or "was started by"."""
         self.broken = NotInitializedError(
             f"This process (pid {os.getpid()}) {origin} {self._identity} and is not part of the job. It can "
             "call rank() and size(), but only the rank itself can call collectives, not its DataLoader "

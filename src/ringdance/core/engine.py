@@ -53,10 +53,10 @@ class Engine:
         profilers: The frameworks' profilers. While one of them is running, it records a span for each wait.
 
     Args:
-        transport: Connects all ranks. The engine takes ownership.
+        transport: Connects all ranks. The engine takes ownership of it.
         settings: The settings.
         threaded: If True, run an engine thread. Otherwise the engine advances only while a thread waits.
-        report: Receives warnings.
+        report: Called with each warning.
         ring: Memory for the recorder's records.
     """
 
@@ -120,11 +120,11 @@ class Engine:
         Args:
             request: The operation. Its input memory must not change until the Work is done.
             wake: If True, the engine thread starts the request within about one cycle time. Otherwise the
-                request starts when a thread waits for a Work of the set, or when ``flush`` is called.
+                request starts when a thread waits for a Work in the set, or when ``flush`` is called.
 
         Raises:
             ArgumentError: The set is unknown, or this rank is not a member.
-            DuplicateNameError: The name is in flight on this rank.
+            DuplicateNameError: A request with this name is already in flight on this rank.
             CollectiveError: The engine has stopped or failed.
         """
         known = self.sets.registered.get(request.set_id) or self.sets.find(request.set_id)
@@ -211,8 +211,9 @@ class Engine:
         """Make a process set and return its id. All ranks must call this with the same members.
 
         Raises:
-            ArgumentError: A member is out of range or repeated, or a set with these members exists. Raised
-                where the call is invalid. The other ranks get a MismatchError with the same text.
+            ArgumentError: A member is out of range or repeated, or a set with these members already exists.
+                Raised on ranks where the call is invalid. The other ranks get a MismatchError with the same
+                text.
             MismatchError: The ranks passed different members, or some ranks have joined.
         """
         return self._change_sets("add", Collective.ADD_SET, lambda: self.sets.check_new(ranks))
@@ -223,8 +224,8 @@ class Engine:
         Pending operations of the set fail with ProcessSetRemovedError.
 
         Raises:
-            ArgumentError: The set is unknown, or is the set of all ranks. Raised where the call is invalid.
-                The other ranks get a MismatchError with the same text.
+            ArgumentError: The set is unknown, or is the set of all ranks. Raised on ranks where the call is
+                invalid. The other ranks get a MismatchError with the same text.
             MismatchError: The ranks passed different sets, or some ranks have joined.
         """
         self._change_sets("remove", Collective.REMOVE_SET, lambda: self.sets.check_removal(set_id))
@@ -244,7 +245,7 @@ class Engine:
         if self._progress_engine is None:
             self.sets.add_group(set_id, ranks)
             return set_id
-        while not self._exclusively(self.sets.add_group, set_id, ranks):  # the peers are waiting
+        while not self._exclusively(self.sets.add_group, set_id, ranks):  # retry: the peers are waiting
             if self.end.closed:
                 raise self.end.error()
         return set_id
@@ -304,7 +305,7 @@ class Engine:
         Args:
             set_id: The process set.
             number: The request's ``order``. -1 for a message between two ranks.
-            message: Text of the errors.
+            message: Message for these errors.
         """
 
         def fail() -> None:

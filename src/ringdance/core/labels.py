@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-_MOST = 4096  # names; a model needs a few
+_MOST = 4096  # maximum number of names; a model needs only a few
 _tensors: dict[str, tuple[str, Sequence[str]]] = {}
 _owners: dict[str, str] = {}  # owner of each label
 
@@ -14,7 +14,8 @@ def note(name: str, owner: str, what: str, tensors: Sequence[str]) -> None:
 
     Args:
         name: Name of the call.
-        owner: The model or optimizer that makes the call. If another owner has the label, a number is added.
+        owner: The model or optimizer that makes the call. If another owner uses the same label, a number is
+            added to it.
         what: Kind of the tensors, such as "gradients".
         tensors: Names of the parameters.
     """

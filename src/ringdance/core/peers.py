@@ -24,7 +24,7 @@ class Peers:
     """Exchanges notes (JSON objects with a ``kind``) with the other ranks, and checks on them.
 
     Threads: all methods except ``missing`` run in a step of the engine or in ``Stepper.exclusively``.
-    Posting a note tests the requests of earlier notes, which two threads must not do at the same time.
+    Posting a note also tests the requests of earlier notes, which two threads must not do concurrently.
 
     Args:
         transport: Connects all ranks.
@@ -34,8 +34,8 @@ class Peers:
         recorder: Writes the files that describe stalls.
 
     Attributes:
-        handlers: Functions by kind of note, called with the sender's rank and the note. The engine and
-            ``EngineEnd`` add their own.
+        handlers: Handlers by kind of note. Each is called with the sender's rank and the note. The engine
+            and ``EngineEnd`` add their own.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Peers:
         return text + (f" (Details and stacks: {path})" if path and error is None else ""), error
 
     def _save(self, text: str) -> str | None:
-        """Write the reported stall as JSON and have all ranks write their stacks. Returns the JSON's path."""
+        """Write the reported stall as JSON and have all ranks write their stacks. Returns the JSON path."""
         stall = self._watch.reported
         assert stall is not None
         self.post_all({"kind": "stacks"})

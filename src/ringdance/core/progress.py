@@ -19,7 +19,7 @@ from ringdance.core.stepping import Stepper
 from ringdance.core.transport.eventcount import yield_core
 
 _IDLE = 0.1
-_FOLLOWER_POLL = 0.02  # for two threads that wait for the same Work: they share one event
+_FOLLOWER_POLL = 0.02  # because two threads that wait for the same Work share one event
 _TRANSIT_SLEEP = 1e-4  # between hosts, MPI moves data only while it is called: longer sleeps stall transfers
 _FIRST_BACKOFF = 5e-5
 
@@ -146,7 +146,7 @@ class ProgressEngine:
         try:
             self._run()
         except BaseException as error:
-            # The engine must fail, because nothing would start asynchronous work any more.
+            # Without this thread, nothing would start asynchronous work, so the engine must fail.
             self._stepper.exclusively(self._stepper.end.fail_by, error, end=True)
 
     def _run(self) -> None:
@@ -167,7 +167,10 @@ class ProgressEngine:
                 backoff = self._sleep(now, backoff)
 
     def _seconds_to_work(self, now: float) -> float:
-        """Return the seconds until the engine thread has work, at most ``_IDLE``. Waiting callers do it."""
+        """Return the seconds until the engine thread has work, at most ``_IDLE``.
+
+        While callers wait, they do its work.
+        """
         due = None if self._stepper.callers.waiting else self._stepper.sets.next_due()
         return _IDLE if due is None else min(_IDLE, due - now)
 

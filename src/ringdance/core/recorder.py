@@ -56,7 +56,7 @@ class BatchRecord:
 
 
 _RECORDS = 256  # in a flight record
-_SMALL = 64  # maximum number of batches held back
+_SMALL = 64  # maximum number of small batches held back
 # Faster as integers than as members of an Enum.
 _SUBMIT, _BATCH, _CHUNK = int(Kind.SUBMIT), int(Kind.BATCH), int(Kind.CHUNK)
 _WAIT, _STEP = int(Kind.WAIT), int(Kind.STEP)
@@ -68,10 +68,10 @@ _U32 = 0xFFFFFFFF
 
 
 class Recorder:
-    """Records what this rank does in its ring, from which all reports are made.
+    """Records in a ring what this rank does. All reports are made from the records.
 
     Args:
-        directory: Directory of flight records. "" for the system's temporary directory.
+        directory: Directory for flight records. "" for the system's temporary directory.
         ring: Memory for the records. None for memory that only this process can access.
 
     Attributes:
@@ -79,7 +79,8 @@ class Recorder:
         detail: ``words[Word.DETAIL]`` as last read. 1 means that submissions, chunks and waits are recorded,
             2 that rounds are recorded too.
         waited: Seconds that threads have waited for results.
-        window: The steps after which ``words[Word.DETAIL]`` is set and cleared, and its value, or None.
+        window: The step after which ``words[Word.DETAIL]`` is set, the step after which it is cleared, and
+            the value to set. None if it is not changed by steps.
     """
 
     def __init__(self, directory: str = "", ring: Ring | None = None) -> None:
@@ -98,7 +99,7 @@ class Recorder:
 
         Args:
             what: The batch.
-            round_number: Round of agreement.
+            round_number: Number of the round in which the members agreed on the batch.
             began: Start time in nanoseconds (``time.monotonic_ns``). 0 if the batch took no time.
             tensors: Number of tensors.
         """
@@ -119,7 +120,7 @@ class Recorder:
         """Record a batch of one small tensor. The record is held back unless submissions are recorded."""
         if self.detail:
             self.batch(what, round_number)
-        else:  # writing a record to the ring would take a tenth of a lone all-reduce's time
+        else:  # writing a record to the ring would take a tenth of the time of a lone all-reduce
             self._small.append((what, round_number, monotonic_ns(), 0))
             self._small_batches += 1
             self._small_bytes += what.nbytes
@@ -139,7 +140,7 @@ class Recorder:
         self.words[_WRITTEN] = number + 1
 
     def uncounted(self) -> None:
-        """Exclude everything that this engine has exchanged so far from the counters."""
+        """Remove everything that this engine has exchanged so far from the counters."""
         self._batches, self._tensors, self._bytes, waited = self._first
         self.waited = waited / 1e9
         self._small_batches = self._small_bytes = 0
@@ -184,7 +185,7 @@ class Recorder:
         self.ring.add(_WAIT, label, work.request.set_id, int(seconds * 1e6))
 
     def alone(self, work: Work) -> None:
-        """Record the batch of a request that involves only this rank."""
+        """Record a request that involves only this rank as a batch."""
         request = work.request
         nbytes = sum([view.nbytes for view in request.inputs])
         label, began = self.ring.label(label_of(work.name)), int(work.submitted * 1e9)
@@ -193,7 +194,7 @@ class Recorder:
         self.batch(BatchRecord(request.set_id, request.description.kind, label, nbytes), 0, began)
 
     def marks(self) -> list[int]:
-        """Return a list that collects the times between a batch's phases, or [] if they are not recorded."""
+        """Return a list to which to append the times of a batch's phases, or [] if they are not recorded."""
         return [monotonic_ns()] if self.detail else []
 
     def chunks(self, set_id: int, marks: list[int], every: int) -> None:
@@ -201,10 +202,10 @@ class Recorder:
 
         Args:
             set_id: Process set.
-            marks: Times in nanoseconds. First the start of the batch. Then five times per recorded chunk:
-                when its inputs had been copied in, and the ends of waiting, of copying out the previous
-                chunk, of reducing, and of copying in the next chunk. Finally the start and the end of waiting
-                for the last results, and the end of the batch.
+            marks: Times in nanoseconds. The first is the start of the batch. Five times per recorded chunk
+                follow: when its inputs had been copied in, and when it ended waiting, copying out the
+                previous chunk, reducing, and copying in the next chunk. The last three are the start and the
+                end of waiting for the last results, and the end of the batch.
             every: Number of chunks that each recorded chunk stands for.
         """
         self.ring.add(_CHUNK, 0, set_id, 0, 0, 0, marks[1] - marks[0], when=marks[0])
@@ -251,8 +252,8 @@ class Recorder:
             who: This rank.
             reason: Reason for the dump.
             pending: Names of the requests in flight.
-            named: True if a message will name the file. Otherwise it is written only if a directory for
-                flight records is set.
+            named: True if a message will name the file. Otherwise the file is written only if a directory
+                for flight records is set.
         """
         if not (named or self._directory):
             return None

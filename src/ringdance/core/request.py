@@ -38,7 +38,7 @@ class Collective(enum.IntEnum):
 
 
 class ReduceOp(enum.IntEnum):
-    """How the values of several ranks are combined. Numbered as in Horovod."""
+    """How the values of several ranks are combined. The numbers are the same as in Horovod."""
 
     AVERAGE = 0
     SUM = 1
@@ -55,7 +55,7 @@ class Description:
     ``shapes`` holds one shape per tensor of the request. For collectives whose first dimension may differ
     between ranks (allgather, alltoall), shapes omit this dimension. Values that differ from call to call (the
     first dimension, splits) travel with the exchange.
-    ``pattern``: For gradients, which variables have no gradient, or one that consists of rows. See
+    ``pattern``: For gradients: which variables have no gradient, or a gradient that consists of rows. See
     ``pattern_of`` in ``training/gradients/lists.py``.
     ``device``: Kind of device that holds a framework's own tensors, "" for NumPy views. See
     ``DeviceExchange``.
@@ -84,7 +84,7 @@ def _digest(description: Description) -> int:
 
 @dataclass(slots=True)
 class Request:
-    """One collective operation on one or more tensors. Several tensors form a group: all or nothing.
+    """One collective operation on one or more tensors. A group of tensors succeeds or fails as a whole.
 
     Args:
         description: What must be equal on all ranks.
@@ -133,9 +133,9 @@ class Work:
         refusal: Reason why this rank's own call was refused (``Engine.refuse``), or None.
         announced: Round in which the request was sent to the other members as a cache miss, otherwise 0.
         submitted: Time of submission, in seconds of ``time.monotonic``.
-        waited_since: Time when a thread first waited for it, on the same clock. 0.0 if none has.
-        thread: Identifier of the thread that is waiting for it. Before any thread waits, of the thread that
-            submitted it.
+        waited_since: Time when a thread first waited for the request, on the same clock. 0.0 if none has.
+        thread: Identifier of the thread that is waiting for the request. Until a thread waits, this is the
+            thread that submitted it.
     """
 
     # Slots, not an instance dictionary with defaults on the class: when several threads filled in such

@@ -54,8 +54,8 @@ class Word(enum.IntEnum):
     EPOCH_OFFSET = 4  # time since the epoch minus monotonic time
     CLOSED = 5  # the rank has left the job
     DETAIL = 6  # a reader sets this to have submissions and chunks recorded too
-    LABELS = 7  # bytes of labels written
-    WRITTEN = 8  # records so far, approximately
+    LABELS = 7  # number of label bytes written
+    WRITTEN = 8  # approximate number of records so far
     BATCHES = 9  # this word and the next three are updated at each step and a few times per second
     TENSORS = 10
     BYTES = 11
@@ -119,7 +119,7 @@ def steps_text(words: memoryview) -> str:
 def shared_memory() -> mmap.mmap | None:
     """Return ring memory that other processes on this host can open, or None if unsupported (macOS).
 
-    It counts toward this process's memory, not /dev/shm, and is freed with the last process that maps it.
+    It counts toward this process's memory, not /dev/shm, and is freed when no process maps it any longer.
     """
     if not hasattr(os, "memfd_create"):
         return None
@@ -132,7 +132,7 @@ def shared_memory() -> mmap.mmap | None:
 
 
 def memories(pid: int, name: str) -> Iterator[str]:
-    """Yield the paths of a process's memory files (memfd) that have this name and that may be opened."""
+    """Yield the paths of a process's memory files (memfd) with this name, if this process may read them."""
     with contextlib.suppress(OSError):
         for number in os.listdir(f"/proc/{pid}/fd"):
             path = f"/proc/{pid}/fd/{number}"
@@ -150,7 +150,7 @@ class Who(NamedTuple):
 
 
 def records(first: int, data: bytes) -> Iterator[Record]:
-    """Yield the records that ``RingReader.take`` has returned, skipping incomplete ones."""
+    """Yield the records in a result of ``RingReader.take``, skipping incomplete ones."""
     for expected, (when, label, kind, set_id, *values, number) in enumerate(RECORD.iter_unpack(data), first):
         if number == expected & _U32:
             yield Record(when, label, kind, set_id, tuple(values))
@@ -190,7 +190,7 @@ class Ring:
         self._write(_HOST, host, 255)
 
     def pending_name(self, name: str) -> None:
-        """Write the full name of the operation that PENDING is about. Others may have the same label."""
+        """Write the full name of the operation in PENDING. Other operations may have the same label."""
         self._write(_PENDING, name, 2047)
 
     def _write(self, at: int, text: str, most: int) -> None:
@@ -210,7 +210,7 @@ class Ring:
         self.words[_WRITTEN] = number + 1
 
     def label(self, names: Label) -> int:
-        """Return the number of a name or of a list of names, or 0 if a new one does not fit.
+        """Return the label number of a name or a list of names, or 0 if it is new and does not fit.
 
         Threads: any. Only the first use of a name takes a lock.
         """
@@ -267,7 +267,7 @@ class RingReader:
 
     @property
     def pending_name(self) -> str:
-        """The full name of the operation that PENDING is about."""
+        """The full name of the operation in PENDING."""
         return self._text(_PENDING, 2048)
 
     def _text(self, at: int, most: int) -> str:
@@ -319,7 +319,7 @@ class RingReader:
         at, to = (first & MASK) * 40, (end & MASK) * 40
         slots = self._slots
         data = bytes(slots[at:to]) if at <= to else bytes(slots[at:]) + bytes(slots[:to])
-        self._leave_out(self.words[_WRITTEN])  # what was overwritten during the copy
+        self._leave_out(self.words[_WRITTEN])  # skip what was overwritten during the copy
 
         data = data[(self._position - first) * 40 :]
         first = self._position

@@ -38,7 +38,7 @@ _DEADLOCK = (
 )
 _ANSWER_TIMEOUT = 0.5
 _BUSY_TIMEOUT = 1.5  # for a process that may have to wait for a core, or is on another host
-_LOOK_TIMEOUT = 4.0  # py-spy may take seconds
+_LOOK_TIMEOUT = 4.0  # for a rank on another host to examine a silent rank there
 _SAME_ANSWER = 0.1  # seconds to reuse an answer, because examining all threads takes about 20 ms
 _RECHECK = 1.0  # seconds until the next inquiry after one that found nothing wrong
 _MOST_PATIENCE = 120.0
@@ -57,7 +57,7 @@ class _Inquiry:
     count: int
     cpu: dict[int, CpuSample | None] = field(default_factory=dict)
     answers: dict[int, dict[str, Any]] = field(default_factory=dict)
-    # By silent rank on another host: a description from a rank on that host, or None until it arrives.
+    # For each silent rank on another host: a description by a rank on that host, None until it arrives.
     seen: dict[int, dict[str, Any] | None] = field(default_factory=dict)
 
 
@@ -79,10 +79,11 @@ class StallWatch:
         reported: The last stall that was reported.
 
     Note [Patience]
-        With the default ``stall_check_time``, other ranks may be late by the longest of three times: a recent
-        step (the median of nine), 1.5 times this rank's longest recent computation between two exchanges (out
-        of 16), and the time that this rank computed before it started to wait. For example, if all ranks
-        compile for a minute, some need a few seconds longer than others. The patience ends at two minutes.
+        With the default ``stall_check_time``, other ranks may be late by the longest of three times: the
+        median of the last nine step times, 1.5 times this rank's longest computation between two exchanges
+        (among the last 16), and the time that this rank computed before it started to wait. For example, if
+        all ranks compile for a minute, some need a few seconds longer than others. This time is limited to
+        two minutes.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class StallWatch:
         self._quiet_until = 0.0  # a report on one request covers the requests after it
         self._inquiry: _Inquiry | None = None
         self._status: tuple[float, dict[str, Any]] = -1.0, {}
-        self._moved: dict[int, tuple[int, float]] = {}  # by set: the last ``_count``, and its time
+        self._moved: dict[int, tuple[int, float]] = {}  # by set: the last ``_count``, and when it changed
         self._recorder, self._words = recorder, recorder.words
         self._adaptive = settings.origin("stall_check_time") == "default"
         self._last_batch, self._last_step = (0, time.monotonic(), 0), (0, time.monotonic())
@@ -179,7 +180,7 @@ class StallWatch:
             self._last_step = steps, now
 
     def _limit(self, since: float) -> float:
-        """Return the age at which to report a request that has been pending since the time ``since``."""
+        """Return the age at which to report a request that became pending at the time ``since``."""
         limit = self._settings.stall_check_time
         if not self._adaptive:
             return limit
@@ -207,7 +208,7 @@ class StallWatch:
         return max(waiting, key=lambda item: item[2])
 
     def _pending_since(self, state: ProcessSetState, work: Work) -> float | None:
-        """Return when a thread started to wait for a request or, for an asynchronous one, its submission."""
+        """Return when a thread started to wait for a request or, if asynchronous, when it was submitted."""
         if work.waited_since and self._callers.waits_in(state.set_id):
             return work.waited_since
         return work.submitted if state.pending.eager_since is not None else None
@@ -280,7 +281,7 @@ class StallWatch:
         if not 0 < limit <= inquiry.seconds + 0.001 or len(statuses) < self._transport.size:
             return False
         seconds = deadlocked_for(self._sets.ranks(), statuses)
-        # They must have been quiet for longer than this inquiry took: then all were blocked at the same time.
+        # All must have been quiet for longer than this inquiry took, so all were blocked at the same time.
         quiet = min(status["quiet"] for status in statuses.values())
         if quiet >= limit and seconds > max(limit / 4, now - inquiry.asked):
             return True
@@ -338,7 +339,10 @@ class StallWatch:
         return {"kind": "seen", "rank": rank, "text": text, "stacks": stacks}
 
     def _ask_neighbours(self, inquiry: _Inquiry, silent: list[int]) -> bool:
-        """Ask ranks that answered to examine silent ranks on their hosts. True until all have replied."""
+        """Ask ranks that answered to examine silent ranks on their hosts.
+
+        Returns True until all of them have replied.
+        """
         who = self._transport.identities
         for rank in silent:
             neighbours = [p for p in inquiry.answers if who[p].host == who[rank].host]
@@ -353,7 +357,7 @@ class StallWatch:
             self._inquiry.seen[note["rank"]] = note
 
     def _outside(self, rank: int, inquiry: _Inquiry, stacks: dict[int, str]) -> str:
-        """Describe a rank that does not answer, and add its stacks."""
+        """Describe a rank that does not answer, and add its stacks to ``stacks``."""
         if rank not in inquiry.seen and self._transport.state(rank) == "unknown":
             stacks[rank], host = "", self._transport.identities[rank].host
             return (
@@ -370,4 +374,4 @@ def _count(state: ProcessSetState) -> int:
     window = state.transport.window
     if window is not None and state.transport.one_host:
         return window.count
-    return state.exchange.context.achieved  # shared by all sets, because between hosts a set has none
+    return state.exchange.context.achieved  # shared by all sets: between hosts, a set has no counter

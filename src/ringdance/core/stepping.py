@@ -2,10 +2,10 @@
 
 Note [Interrupts]
     Ctrl-C raises KeyboardInterrupt in the main thread, but only where CPython checks for signals: after a
-    call, at the start of a function, at a backward jump. ``lock.acquire(False)`` can therefore take a lock
-    and raise before the next bytecode, and the lock would stay held. Instead, a lock is an entry in a dict:
-    ``setdefault`` takes it in one call within ``try``, and ``finally`` releases it using only subscripts,
-    between which CPython does not check for signals.
+    call, at the start of a function, and at a backward jump. After ``lock.acquire(False)`` has taken a lock,
+    the exception may be raised before the next bytecode, and the lock would stay held. Instead, a lock is an
+    entry in a dict: ``setdefault`` takes it in one call within ``try``, and ``finally`` releases it using
+    only subscripts, between which CPython does not check for signals.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from ringdance.core.exchange import Context
 from ringdance.core.peers import Peers
 from ringdance.core.process_sets.registry import ProcessSets
 
-_CHECK_EVERY = 0.09  # seconds between checks of the peers: slightly less than the engine thread's rests
-_CHECK_STEPS = 32  # productive steps between checks, for exchanges so long that no thread sleeps
+_CHECK_EVERY = 0.09  # seconds between checks of the peers: slightly less than a rest of the engine thread
+_CHECK_STEPS = 32  # productive steps between checks, for long exchanges in which no thread sleeps
 _STEP_LIMIT = 5.0  # seconds for another thread to finish its step; most steps take microseconds
 
 
@@ -30,17 +30,17 @@ _STEP_LIMIT = 5.0  # seconds for another thread to finish its step; most steps t
 class Stepper:
     """Steps one engine.
 
-    Threads: any may call any method, but not during its own step. While one thread is in a step, a check or
-    an exclusive call, no other thread is in any of them.
+    Any thread may call any method, except while it is in a step itself. While one thread is in a step, a
+    check or an exclusive call, no other thread is in any of them.
 
     Attributes:
         sets: The process sets.
         context: Counters of the engine's exchanges.
-        callers: The threads that are waiting, and what for.
+        callers: The threads that are waiting, and what they are waiting for.
         peers: The other ranks.
         end: Whether and how the engine has ended.
         on_check: Called each time the peers are checked.
-        report: Receives warnings.
+        report: Called with each warning.
     """
 
     sets: ProcessSets
@@ -57,7 +57,7 @@ class Stepper:
     def step(self) -> bool:
         """Advance all process sets without blocking, unless another thread is in a step.
 
-        Returns True if any made progress. After every 32nd such step, the peers are checked if that is due.
+        Returns True if any made progress. After every 32nd such step, the peers are checked if it is time.
         """
         me, taken = object(), self._taken
         try:  # as in try_exclusively, but without calls, because waiting threads run this constantly

@@ -1,4 +1,4 @@
-"""Messages between two ranks. No process set has to agree on them."""
+"""Messages between two ranks, which need no agreement in a process set."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 
 from ringdance.errors import ProcessSetRemovedError
 
-_LAST_S = 1.0  # time in which messages arrive that a rank sent before it left its group
+_LAST_S = 1.0  # seconds to wait for messages that a rank sent before it left its group
 
 
 class Transfer:
-    """A message between two ranks. Used like the engine's Works.
+    """A message between two ranks. It is used like the engine's Works.
 
     Args:
         engine: This rank's ``Engine``.
@@ -21,7 +21,7 @@ class Transfer:
         state: The process set's ``ProcessSetState``.
         verb: "send" or "receive".
         nbytes: Size of the message.
-        rank: The other side's rank in the set. None for any rank.
+        rank: The other rank's number in the set. None for any rank.
         tag: Tag of the message.
 
     Attributes:
@@ -53,7 +53,7 @@ class Transfer:
         """Return True if the message has been sent or received. Never blocks.
 
         Raises:
-            RuntimeError: The message failed, the other rank has left the group without it, or the engine has
+            RuntimeError: The transfer failed, the other rank has left the group without it, or the engine has
                 ended.
         """
         if self._is_done or not self._testing.acquire(blocking=False):
@@ -80,7 +80,7 @@ class Transfer:
         """Wait until the message is sent or received. The stall check covers this wait.
 
         Raises:
-            ProcessSetRemovedError: The other rank has destroyed the group before its side of this message.
+            ProcessSetRemovedError: The other rank has destroyed the group without making its side's call.
         """
         began, waits, me = time.monotonic(), self._engine.callers.transfers, object()
         self.complete, self.waited_since, self.thread = False, began, threading.get_ident()

@@ -98,7 +98,7 @@ def test_process_sets_of_init() -> None:
     assert hvd.is_initialized()
     assert alone.process_set_id is None
     hvd.init(process_sets="Dynamic")
-    with pytest.raises(ValueError, match="exists already"):
+    with pytest.raises(ValueError, match="already exists"):
         hvd.add_process_set([0])
     for ranks in (["a"], [0.5], 3, [0, 0], [-1]):
         with pytest.raises(ValueError, match="ProcessSet"):

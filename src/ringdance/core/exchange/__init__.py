@@ -13,7 +13,7 @@ from ringdance.core.exchange.shared_memory import SharedMemoryExchange
 from ringdance.core.exchange.sizes import sizes_for
 from ringdance.core.transport.base import Transport
 
-_MAX_CHUNK = 64 << 20  # bytes: keeps the size of a reduction far below the limit of MPI's counts, 2^31
+_MAX_CHUNK = 64 << 20  # bytes per reduction, far below 2^31, the limit of MPI's counts
 
 __all__ = ["Context", "Exchange", "Steps", "aligned_empty", "exchange_for"]
 
@@ -22,7 +22,7 @@ def exchange_for(
     transport: Transport, chunk_bytes: int, small_bytes: int, context: Context, fixed_order: bool = False,
     largest_chunk: int = 0,
 ) -> Exchange:
-    """Return the exchange for a communicator. May be collective, so all members must call it.
+    """Return the exchange for a communicator. This call may be collective, so all members must make it.
 
     Args:
         transport: The communicator.

@@ -1,7 +1,7 @@
-"""Adasum combines gradients by how far they agree (Maleki et al., 2020, arXiv:2006.02924).
+"""Adasum combines gradients depending on how far they agree (Maleki et al., 2020, arXiv:2006.02924).
 
 Two vectors a, b become (1 - a·b / 2|a|²) a + (1 - a·b / 2|b|²) b: their sum if orthogonal, their average if
-parallel. 2^k ranks combine pairwise in k levels, each tensor separately.
+parallel. 2^k ranks combine their vectors pairwise in k levels, separately for each tensor.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def combine_pair(a: Array, b: Array) -> Array:
 
 
 def adasum(exchange: Exchange, source: Array, out: Array, prescale: float, postscale: float) -> Steps:
-    """Reduce flat ``source`` (floating-point) over all members, whose number must be a power of two."""
+    """Reduce the flat array ``source`` of floats over all members. Their number must be a power of two."""
     own: Array = source.astype(np.float64 if source.dtype == np.float64 else np.float32)
     if prescale != 1.0:
         np.multiply(own, own.dtype.type(prescale), own)
@@ -40,7 +40,7 @@ def adasum(exchange: Exchange, source: Array, out: Array, prescale: float, posts
         partner = exchange.rank ^ distance
         other = np.empty_like(own)
         yield from exchange.swap(own.view(np.uint8), other.view(np.uint8), partner)
-        # The lower member's vector comes first on both members, so that both round equally.
+        # The lower member's vector comes first on both members, so that both round in the same way.
         own = combine_pair(own, other) if exchange.rank < partner else combine_pair(other, own)
         distance *= 2
     out[...] = own * own.dtype.type(postscale) if postscale != 1.0 else own

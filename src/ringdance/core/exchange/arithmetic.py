@@ -1,11 +1,12 @@
-"""How values are reduced, scaled and rounded, on parts of NumPy arrays.
+"""How parts of NumPy arrays are reduced, scaled and rounded.
 
 - Sums are computed in rank order, so the result does not depend on which rank computes it.
 - float16 and bfloat16 are widened to float32, scaled, reduced, scaled again, and rounded once. Two-stage
   reductions (inside hosts, then across hosts) round once per stage.
 - Averages of integers are exact and truncate toward zero, even if the sum does not fit into their type. One
-  rank reduces all parts of an element at once, because partial sums would not fit either. Sums and products
-  wrap, as in NumPy. Integers are otherwise scaled in double precision and truncated toward zero.
+  rank reduces all parts of an element in one call, because partial sums would not fit either. Sums and
+  products wrap, as in NumPy. In all other cases, integers are scaled in double precision and truncated toward
+  zero.
 - An average of float32 or float64 is the sum divided by the number of ranks, as in NumPy.
 - Complex numbers are summed, averaged and scaled as pairs of floats, which MPI and all exchanges support.
 """
@@ -23,7 +24,7 @@ import numpy as np
 
 from ringdance.core.request import ReduceOp
 
-# An infinity or NaN in a gradient is a valid result (loss scaling makes them on purpose). NumPy's warning
+# An infinity or NaN in a gradient is a valid result (loss scaling produces them on purpose). NumPy's warning
 # would come from inside the engine, or break it under `python -W error`.
 warnings.filterwarnings("ignore", r"(overflow|invalid value)", RuntimeWarning, r"ringdance\.core")
 
@@ -73,7 +74,7 @@ def _average_integers(parts: Sequence[Array], divisor: int, out: Array) -> None:
         total = parts[0].astype(np.int64)
         for part in parts[1:]:
             total += part
-        total += (total >> 63) & (divisor - 1)  # negative totals round up
+        total += (total >> 63) & (divisor - 1)  # so that negative totals are rounded toward zero
         out[...] = total // divisor
         return
     quotient, total, rest = np.empty_like(out), np.zeros_like(out), np.zeros_like(out)
@@ -102,11 +103,11 @@ class Reduction:
         weights: Weight of each part, for a weighted sum of 16-bit floats. Empty for none.
 
     Attributes:
-        pairs: True if the request's numbers are complex: each is two numbers of ``dtype``.
-        identity: True if the exchange need not touch inputs before the sum, because prescale is 1 or
-            ``combine`` applies it (16-bit floats: in float32, so that they are rounded once).
+        pairs: True if the request's numbers are complex: each consists of two numbers of ``dtype``.
+        identity: True if the exchange need not scale inputs before the sum, because prescale is 1 or
+            ``combine`` applies it (to 16-bit floats, in float32, so that they are rounded only once).
         deliver: Copies the result of ``combine`` to the caller's memory, and scales it if ``late``.
-        simple: True if reducing two parts takes a single call of ``ufunc``.
+        simple: True if reducing two parts takes a single call to ``ufunc``.
         late: True if results are scaled while they are copied out (float32, float64). Otherwise the rank
             that reduces a block also scales it.
         one_stage: True if all parts of an element must be reduced in one call: averages of integers.
@@ -147,7 +148,7 @@ class Reduction:
         self._set_finish(divisor, postscale)
         self.late = not (self.wide or self._integer or self.plain)
         self.simple = self.identity and not self.wide and (self.late or self.plain)
-        # Bound here so that a copy takes a single call, because a step makes up to a thousand copies.
+        # Bound here so that each copy takes a single call. A step makes up to a thousand copies.
         self.deliver: Callable[[Array, Array], Any] = self._finish if self.late else _copy
 
     def _set_finish(self, divisor: int, postscale: float) -> None:
@@ -160,7 +161,7 @@ class Reduction:
         elif postscale == 1.0 and divisor & (divisor - 1):
             number = kind(divisor)
             self._finish = lambda source, out: np.divide(source, number, out)
-        else:  # for a power of two the reciprocal is exact, and multiplying is several times faster
+        else:  # for a power of two, the reciprocal is exact, and multiplying is several times faster
             factor = kind(postscale / divisor)
             self._finish = lambda source, out: np.multiply(source, factor, out)
 

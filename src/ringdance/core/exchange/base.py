@@ -1,4 +1,4 @@
-"""The interfaces of exchanges, for views of memory and for tensors on a device, and what exchanges share."""
+"""The interfaces of exchanges, for NumPy views and for tensors on a device, and code that they share."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class Context:
     """State that the exchanges of one engine share.
 
     Attributes:
-        achieved: Grows whenever anything makes progress. If it does not grow, the progress engine sleeps.
-        in_transit: Number of exchanges that are waiting for other hosts. Long sleeps would stall the data.
+        achieved: Grows whenever anything makes progress. While it does not grow, the progress engine sleeps.
+        in_transit: Number of exchanges that are waiting for other hosts. Long sleeps would stall their data.
         recorder: Receives a record of each chunk while ``recorder.words[Word.DETAIL]`` is set.
         make_device: Makes the exchange for tensors on a device. Set by the framework's binding.
-        on_thread: Runs a call that may block. Other process sets continue to be stepped meanwhile.
+        on_thread: Runs a call that may block, while the other process sets continue to be stepped.
     """
 
     __slots__ = ("achieved", "in_transit", "make_device", "on_thread", "recorder")
@@ -60,7 +60,7 @@ def copy_range(
     views: Sequence[Array], bounds: Sequence[int], start: int, stop: int, buffer: Array, outward: bool
 ) -> None:
     """Copy bytes [start, stop) of the row that ``views`` form to the buffer, or back if ``outward``."""
-    if len(views) == 1:  # the fast path takes a fifth of the time
+    if len(views) == 1:  # this fast path takes only a fifth of the time
         if outward:
             views[0][start:stop] = buffer[: stop - start]
         else:
@@ -81,12 +81,12 @@ class Exchange(abc.ABC):
     inputs unchanged, until the state machine has ended.
 
     Attributes:
-        set_id: Process set whose members exchange, for records.
+        set_id: Process set of the members, named in records.
         devices: Exchanges for the members' tensors on devices, by kind of device.
-        chunk_bytes: Size of an all-reduce's chunks within a host. 0 if there are none.
+        chunk_bytes: Size of the chunks of an all-reduce within a host, in bytes. 0 if there are none.
         most_chunk_bytes: The highest value to which ``chunk_bytes`` can be changed.
-        wire_bytes: Bytes that are sent between hosts at a time. 0 if nothing is sent between hosts.
-        flat: True if an all-reduce skips the stage within hosts. None if it lacks such a stage.
+        wire_bytes: Number of bytes sent between hosts at a time. 0 if nothing is sent between hosts.
+        flat: True if all-reduces skip the stage within hosts. None if there is only one stage.
     """
 
     set_id = 0
@@ -115,7 +115,7 @@ class Exchange(abc.ABC):
 
         Args:
             sends: This member's row, as uint8 views.
-            lengths: Bytes of each member's row.
+            lengths: Length of each member's row, in bytes.
             receives: Views that receive each member's row. None for rows that are not wanted. A member never
                 receives its own row.
         """
@@ -124,12 +124,12 @@ class Exchange(abc.ABC):
     def alltoall(self, sends: Sequence[Array], receives: Sequence[Array], longest: int) -> Steps:
         """Send ``sends[i]`` (uint8) to member i and receive ``receives[i]`` from it.
 
-        ``longest``: Bytes of the longest part that any member sends to any other.
+        ``longest``: Size in bytes of the longest part that any member sends to any other member.
         """
 
     @abc.abstractmethod
     def reducescatter(self, source: Array, rows: Sequence[int], output: Array, how: Reduction) -> Steps:
-        """Reduce flat ``source``. Member i gets ``rows[i]`` elements, and this member's go to ``output``."""
+        """Reduce flat ``source``. Member i receives ``rows[i]`` elements of the result in ``output``."""
 
     def gather_words(self, words: Sequence[int]) -> Steps:
         """Return the list of every member's ``words`` (int64, the same number on all members)."""
@@ -166,7 +166,7 @@ class Exchange(abc.ABC):
         yield from self.stream(views if self.rank == root else [], lengths, receives)
 
     def copy(self, source: Array, target: Array) -> Steps:
-        """Copy within this member, in steps, because 1 GB of newly allocated memory takes seconds to fill."""
+        """Copy an array locally, in steps, because filling 1 GB of newly allocated memory takes seconds."""
         source, target = as_bytes(source), as_bytes(target)
         for start in range(0, source.size, _COPY_BYTES):
             if start:
@@ -187,10 +187,10 @@ class Exchange(abc.ABC):
 
 
 class DeviceExchange(Protocol):
-    """A framework's own communicator, for one process set's tensors that stay on their device.
+    """A framework's own communicator for the tensors of one process set that stay on their device.
 
     Members agree on these requests as on all others, and execute them in the same order. The device decides
-    what "done" means: on a GPU, a work is done when its exchange is enqueued. The stream that uses the
+    what "done" means: on a GPU, a Work is done when its exchange is enqueued. The stream that uses the
     results waits for ``DeviceResults.event``. The host does not wait.
     """
 
@@ -206,4 +206,4 @@ class DeviceExchange(Protocol):
         """Raise an error if the communicator has detected one since the last call."""
 
     def close(self, agreed: bool) -> None:
-        """Free everything. Unless ``agreed``, abort what is in progress without waiting for it."""
+        """Free everything. Unless ``agreed``, abort operations in progress without waiting for them."""

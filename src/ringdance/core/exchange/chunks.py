@@ -1,8 +1,8 @@
-"""Plan how to cut a list of tensors into cache-sized chunks. Pure functions, so all ranks get the same plan.
+"""Plan how to cut a list of tensors into cache-sized chunks.
 
 The tensors of a batch form one long row of elements. A *chunk* of the row stays in the cache while it is
 copied in, reduced and copied out. Each of the n members of a host owns one *block* of every chunk. A block
-is a list of *segments*, each within one tensor.
+is a list of *segments*, each within one tensor. All functions are pure, so all ranks make the same plan.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
-_LINE = 16  # elements: whole cache lines for 4-byte numbers
+_LINE = 16  # elements: a cache line of 4-byte numbers
 
 
 class Segment(NamedTuple):
@@ -27,7 +27,7 @@ class Segment(NamedTuple):
 
 
 def segments(bounds: Sequence[int], start: int, stop: int, at: int) -> tuple[Segment, ...]:
-    """Cut elements [start, stop) of the row at tensor borders.
+    """Cut elements [start, stop) of the row at tensor boundaries.
 
     Args:
         bounds: Start of each tensor in the row, and the row's length.
@@ -74,6 +74,6 @@ def chunks(sizes: tuple[int, ...], limit: int, members: int) -> tuple[tuple[tupl
 
 
 def even_rows(rows: int, members: int) -> list[int]:
-    """Return how many of ``rows`` each member gets from a reducescatter. The first members get one more."""
+    """Return how many of ``rows`` each member gets from a reducescatter. The first may get one more."""
     share, rest = divmod(rows, members)
     return [share + (member < rest) for member in range(members)]

@@ -17,7 +17,7 @@ from ringdance.core.transport.window import Window, window_size
 
 
 class HierarchicalExchange(MpiExchange):
-    """Like ``MpiExchange``, but two-stage reductions of large tensors start inside each host.
+    """Like ``MpiExchange``, but large tensors are reduced in two stages: inside each host, then across hosts.
 
     Each block of a chunk has one owner per host. There are as many blocks as the smallest host has members.
     The remaining members own no block, but take part in the intra-host reduce and all-gather. If there are
@@ -26,7 +26,7 @@ class HierarchicalExchange(MpiExchange):
     Args:
         transport: Connects all members.
         hierarchy: Hosts of the members, and the cross-host communicator.
-        sizes: Bytes that move at a time.
+        sizes: How many bytes to send at a time.
         context: Counts progress.
     """
 
@@ -76,6 +76,6 @@ class HierarchicalExchange(MpiExchange):
 
 
 def _private_window(buffer_bytes: int) -> Window:
-    """Return the window of a member whose host has no other member. Its memory is private."""
+    """Return a window for a member that is alone on its host. Its memory is private."""
     memory = np.zeros(window_size(1, 0, buffer_bytes) // 8, np.int64).view(np.uint8)
     return Window(memory, 0, 1, 0, buffer_bytes, lambda: None)

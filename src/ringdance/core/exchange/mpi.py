@@ -14,20 +14,20 @@ from ringdance.core.exchange.chunks import chunks, even_rows
 from ringdance.core.exchange.sizes import Sizes
 from ringdance.core.transport.base import Pending, Transport
 
-_IN_FLIGHT = 4  # chunks: enough to overlap packing, the network and unpacking
+_IN_FLIGHT = 4  # chunks: enough to overlap packing, sending and unpacking
 _AHEAD = 2  # chunks that are sent before the first is reduced, to keep the network busy
 _POLLS = 8  # consecutive tests for completion, because the library moves data only during tests
-_FEW = 16  # up to this many members send the blocks of a chunk to each other
-# A second round in flight keeps the network busy while one is packed and unpacked.
+_FEW = 16  # maximum number of members that send the blocks of a chunk to each other
+# A second round in flight keeps the network busy while the first is packed or unpacked.
 _ROUNDS = 2
 
 _Handle = Callable[[int, Array], Steps]
-# A round in flight, and the function that unpacks it.
+# A round in flight, and a function that unpacks its data, or None.
 _Posted = tuple[Pending, Callable[[], None] | None]
 
 
 def sends_to_few(members: int) -> bool:
-    """Return True if MPI's all-reduce sends fewer messages per member than blocks would, and no more bytes.
+    """Return True if MPI's all-reduce sends fewer messages per member than blocks need, and no more bytes.
 
     This holds if the number of members is a power of two. Otherwise, some members send twice as much.
     """
@@ -35,7 +35,7 @@ def sends_to_few(members: int) -> bool:
 
 
 class _ChunkInFlight:
-    """One chunk on its way, reduced over the members of a transport.
+    """A chunk that is being reduced over the members of a transport.
 
     Blocks are sent to their owners, who reduce them in rank order and send the results to all members. Each
     member sends and receives less than two chunks, regardless of the number of members. All members must call
@@ -43,13 +43,14 @@ class _ChunkInFlight:
 
     Args:
         transport: Connects the members that reduce.
-        small_bytes: Up to this size, MPI's own all-reduce is used, because it is faster. If negative, never.
+        small_bytes: Up to this size, MPI's own all-reduce is used, because it is faster. If negative, it is
+            never used.
         context: Counts exchanges in transit.
         chunk_bytes: Size of the largest chunk.
 
     Attributes:
-        memory: Bytes for the chunk. Lent to ``load`` until ``start``, and to ``unload`` after ``complete``.
-        buffer: The sent data, then the result.
+        memory: Memory for the chunk. Lent to ``load`` until ``start``, and to ``unload`` after ``complete``.
+        buffer: The data to send, and after ``complete``, the result.
     """
 
     def __init__(self, transport: Transport, small_bytes: int, context: Context, chunk_bytes: int) -> None:
@@ -59,7 +60,7 @@ class _ChunkInFlight:
         self._pending: Pending | None = None
 
     def start(self, buffer: Array, how: Reduction) -> None:
-        """Send the contents of ``buffer``, a part of ``memory``."""
+        """Send the contents of ``buffer``, which is a part of ``memory``."""
         self.buffer, self._how = buffer, how
         size = self._transport.size
         by_mpi = self._small >= 0 and (sends_to_few(size) or buffer.nbytes <= self._small)
@@ -109,7 +110,7 @@ class _ChunkInFlight:
 
 
 def completed(pending: Pending, context: Context) -> Steps:
-    """Wait for a collective of the transport."""
+    """Wait for a collective operation of the transport."""
     context.in_transit += 1
     try:
         while not any(pending.test() for _ in range(_POLLS)):
@@ -119,12 +120,13 @@ def completed(pending: Pending, context: Context) -> Steps:
 
 
 class ChunkPipeline:
-    """Chunks that follow each other closely through one transport.
+    """Reduces chunks over one transport, with several chunks in flight.
 
     Args:
         transport: Connects the members that reduce.
         chunk_bytes: Size of the largest chunk.
-        small_bytes: Up to this size, MPI's own all-reduce is used, because it is faster. If negative, never.
+        small_bytes: Up to this size, MPI's own all-reduce is used, because it is faster. If negative, it is
+            never used.
         context: Counts completed chunks.
     """
 
@@ -137,7 +139,7 @@ class ChunkPipeline:
 
         Args:
             lengths: Number of elements of each chunk.
-            how: Dtype and operation.
+            how: How the chunks are reduced.
             load: Called with a chunk's number and an array, which it fills with this member's input.
             unload: Called with a chunk's number and its result, which it copies with ``how.deliver``. The
                 result's array is reused afterwards.
@@ -170,11 +172,11 @@ class ChunkPipeline:
 
 
 class MpiExchange(Exchange):
-    """Exchange by non-blocking collectives on chunks, so that MPI's counts do not grow with the tensors.
+    """Uses non-blocking collectives on chunks, so that MPI's counts do not grow with the tensors.
 
     Args:
         transport: Connects all members.
-        sizes: Bytes that move at a time.
+        sizes: How many bytes to send at a time.
         context: Counts progress.
     """
 
@@ -210,9 +212,9 @@ class MpiExchange(Exchange):
         """Move rows in rounds, some of them in flight at the same time.
 
         Args:
-            length: Bytes or elements of the longest row, equal on all members.
-            row: Bytes or elements (as in ``length``) of each row that a round moves.
-            post: Starts the round at an offset. The memory that it gets is reused after completion.
+            length: Length of the longest row, in bytes or elements. The same on all members.
+            row: Maximum length of the part of each row that one round moves, in the same unit.
+            post: Starts the round at an offset. The memory passed to it is reused after completion.
         """
         if length <= row:  # one round is enough for most calls
             if length:
@@ -334,7 +336,7 @@ class _Memory:
         self._buffers: dict[str, Array] = {}
 
     def take(self, name: str, nbytes: int) -> Array:
-        """Return ``nbytes`` of the buffer called ``name`` as uint8. The contents are undefined."""
+        """Return the first ``nbytes`` of the buffer called ``name``, as uint8. The contents are undefined."""
         buffer = self._buffers.get(name)
         if buffer is None or buffer.size < nbytes:
             buffer = self._buffers[name] = np.empty(nbytes, np.uint8)

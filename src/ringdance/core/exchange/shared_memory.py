@@ -1,9 +1,10 @@
 """Exchange through the shared-memory window: each rank reads the other ranks' memory.
 
 All-reduce of a chunk: every rank copies in the blocks that other ranks own. Each rank then reduces its own
-block, from all peers' buffers and directly from its own tensor. All ranks copy the result out, and scale it
-while they copy. This takes two passes over memory. Chunks are small enough to stay in the cache between these
-steps. While one chunk is reduced, the next is copied in, so n chunks take n + 1 synchronization points.
+block, from all peers' buffers and directly from its own tensor. Finally, all ranks copy the result out, and
+scale it while they copy. This takes two passes over memory. Chunks are small enough to stay in the cache
+between these steps. While one chunk is reduced, the next is copied in, so n chunks take n + 1 synchronization
+points.
 For batches of up to ``small_bytes``, all ranks reduce everything, which takes one synchronization point
 instead of two.
 """
@@ -24,8 +25,8 @@ from ringdance.core.exchange.sizes import MIN_BLOCK_BYTES
 from ringdance.core.transport.window import Window
 
 # Maximum size of each member's block in an all-reduce's chunk. Two members are 7% faster with chunks of
-# 384 KiB than with 768 KiB, which do not fit in the L2 cache. With four or more members, it is more important
-# to have few synchronization points.
+# 384 KiB than with chunks of 768 KiB, which do not fit in the L2 cache. With four or more members, it is more
+# important to have few synchronization points.
 _MAX_BLOCK_BYTES = 192 << 10
 _RECORDED = 32  # chunks recorded per batch in a timeline: recording all would take 1.5% of an exchange's time
 Blocks = Sequence[Sequence[Segment]]
@@ -33,11 +34,11 @@ _BYTE = np.dtype(np.uint8)
 
 
 class SharedMemoryExchange(Exchange):
-    """Exchange between ranks of one host.
+    """Exchanges data between the ranks of one host.
 
     Args:
         window: The members' shared memory.
-        rank, size: This member's position in the order of reductions, and the number of members.
+        rank, size: This member's position in the reduction order, and the number of members.
         chunk_bytes: Size of the largest chunk that is reduced at a time.
         small_bytes: Batches up to this size are exchanged with the lowest latency.
         context: Counts progress.
@@ -59,7 +60,7 @@ class SharedMemoryExchange(Exchange):
         self.chunk_bytes = min(max(chunk_bytes, least), self._window.buffer_bytes)
 
     def _buffers(self, dtype: np.dtype[Any]) -> list[Array]:
-        """Return all members' buffers of the next parity, as ``dtype``. See Note [Parity]."""
+        """Return all members' buffers of the next parity, viewed as ``dtype``. See Note [Parity]."""
         key = dtype.num  # faster to hash than the dtype
         window = self._window
         if key not in self._typed:
@@ -113,7 +114,7 @@ class SharedMemoryExchange(Exchange):
     ) -> Steps:
         window, context = self._window, self.context
         own, deliver = window.index, how.deliver
-        # A step handles up to a thousand segments here, so the usual cases are written out.
+        # A step handles up to a thousand segments here, so common cases have specialized code.
         reduce_block = self._add_block if how.simple and window.members == 2 else self._reduce_block
         plan = chunks(sizes, self.chunk_bytes // how.dtype.itemsize, window.members)
         marks, every = context.recorder.marks(), 1 + len(plan) // _RECORDED
@@ -136,7 +137,7 @@ class SharedMemoryExchange(Exchange):
                 marks.append(monotonic_ns())
             reduce_block(blocks[own], buffers, inputs, how)
             own_buffer, last = buffers[own], (blocks, buffers)
-            for tensor, start, stop, at, end in blocks[own]:  # now, while it is in this core's cache
+            for tensor, start, stop, at, end in blocks[own]:  # now, while the block is in this core's cache
                 deliver(own_buffer[at:end], outputs[tensor][start:stop])
             if marked:
                 marks.append(monotonic_ns())
@@ -172,7 +173,7 @@ class SharedMemoryExchange(Exchange):
     def _copy_out(
         self, blocks: Blocks, buffers: Sequence[Array], outputs: Sequence[Array], how: Reduction
     ) -> None:
-        """Copy the blocks that other members have reduced from these members' buffers to ``outputs``."""
+        """Copy the blocks reduced by other members from the buffers of these members to ``outputs``."""
         own, deliver = self._window.index, how.deliver
         for index, block in enumerate(blocks):
             if index == own:

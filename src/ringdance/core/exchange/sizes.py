@@ -1,4 +1,7 @@
-"""How many bytes move at a time between hosts. Pure functions with equal results on all members."""
+"""Choose how many bytes to send between hosts at a time.
+
+All functions are pure and return the same result on every member of the process set.
+"""
 
 from __future__ import annotations
 
@@ -6,31 +9,31 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 MIN_BLOCK_BYTES = 256  # minimum chunk size per member of a host: 16 elements of any dtype
-_MESSAGE = 16 << 10  # minimum bytes of a block: shorter messages take more CPU time than network time
-_MAX_WIRE = 16 << 20  # maximum bytes that are sent together
+_MESSAGE = 16 << 10  # minimum size of a block in bytes: shorter messages take more CPU time than network time
+_MAX_WIRE = 16 << 20  # maximum number of bytes sent together
 # Far below the limit of MPI's counts, 2^31 bytes. From 4 MiB on, the size hardly matters.
 _MAX_ROUND = 16 << 20
-_LINE = 64  # bytes: whole elements of any dtype
+_LINE = 64  # bytes: a multiple of the size of any dtype
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
     """Sizes of an exchange between hosts, in bytes unless the name says otherwise.
 
-    An all-reduce has a stage within hosts, or is *flat*: its chunks are reduced over all members at once.
+    An all-reduce either has a stage within hosts or is *flat*: all members reduce its chunks together.
     Created by ``sizes_for``.
 
     Attributes:
         small: All-reduces up to this size are flat, and may use MPI's own all-reduce. Negative for none.
         chunk: Size of a chunk within hosts. 0 if all all-reduces are flat.
         flat_chunk: Size of a chunk in a flat all-reduce.
-        wire: Bytes that are sent between hosts at a time: the blocks of some chunks, or a flat chunk.
+        wire: Number of bytes sent between hosts at a time: the blocks of some chunks, or a flat chunk.
         chunks_per_wire: Number of chunks whose blocks are sent together.
         blocks: Number of blocks per chunk: one for each member on the smallest host. 0 if all
             all-reduces are flat.
         min_chunk, max_chunk: Bounds of ``chunk``.
         max_flat_chunk: Upper bound of ``flat_chunk``, for which memory is allocated.
-        first_wire, first_flat_chunk: The values that ``sizes_for`` chose. They belong together.
+        first_wire, first_flat_chunk: The values that ``sizes_for`` chose. They are used together.
     """
 
     small: int
@@ -60,9 +63,9 @@ class Sizes:
         return replace(self, chunk=chunk, flat_chunk=flat_chunk, wire=wire, chunks_per_wire=per_wire)
 
     def row(self, rows: int) -> int:
-        """Return how many bytes of each of ``rows`` rows move in a round, a multiple of any dtype's size.
+        """Return how many bytes of each of ``rows`` rows one round moves: a multiple of any dtype's size.
 
-        This is for data that are not reduced, and for reducescatter.
+        Used by reducescatter, and for data that are not reduced.
         """
         return max(_LINE, min(_MAX_ROUND, 32 * self.first_flat_chunk) // max(1, rows) // _LINE * _LINE)
 

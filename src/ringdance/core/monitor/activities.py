@@ -17,14 +17,14 @@ _ORDER = (WAIT, COPY_OUT, REDUCE, COPY_IN)
 
 
 class Chunk(NamedTuple):
-    """One or several consecutive chunks: the start, and how long each phase took, in nanoseconds."""
+    """One chunk, or several consecutive ones: start time and duration of each phase, in nanoseconds."""
 
     time: int
     durations: list[int]
 
 
 def chunks_of(records: Sequence[Record]) -> list[Chunk]:
-    """Return the chunks of a batch. A record of several chunks covers the time until the next record."""
+    """Return the chunks of a batch. A record for several chunks covers the time until the next record."""
     chunks = []
     for record, after in zip_longest(records, records[1:]):
         wait, copy_out, reduce, copy_in, count = record.values

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 END = "end of the timeline: "
-"""Prefix of the events that only a complete file has."""
+"""Prefix of the events that are written only when the file is closed."""
 
 _END = "\n]\n"
 
@@ -35,7 +35,7 @@ class ChromeWriter:
         self._events.append(json.dumps({"name": name, "ph": phase, "pid": pid, **event}))
 
     def _timed(self, name: str, phase: str, pid: int, tid: int, when: int, more: str = "") -> None:
-        """Add an event that has a time, like most events. ``json.dumps`` would take five times as long."""
+        """Add an event with a time, as most events have. ``json.dumps`` would take five times as long."""
         quoted = self._quoted.get(name)
         if quoted is None:
             quoted = self._quoted[name] = json.dumps(name)

@@ -30,7 +30,7 @@ class MonitorClient:
     def __init__(self, pids: Sequence[int], metrics: bool) -> None:
         self._limit = _OTHERS_S
         root = str(Path(__file__).resolve().parents[3])
-        # A session of its own, so that neither Ctrl-C nor this process's exit ends it before all is written.
+        # The monitor gets its own session, so that neither Ctrl-C nor this process's exit ends it too early.
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", _BOOT, root, *map(str, pids)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=None if metrics else subprocess.DEVNULL,
@@ -56,16 +56,16 @@ class MonitorClient:
         self._ask(do="stop")
 
     def metrics(self, **options: object) -> None:
-        """Write and serve the ranks' metrics. Does not wait: problems are reported on stderr.
+        """Write and serve the ranks' metrics. Does not wait. Problems are reported on stderr.
 
         Args:
-            options: Arguments of ``metrics.Metrics`` except ``readers`` and ``path``.
+            options: Arguments for ``metrics.Metrics`` except ``readers`` and ``path``.
         """
         with contextlib.suppress(OSError):  # even if the monitor was killed, training continues
             self._send(do="metrics", path=sys.path, **options)
 
     def listen(self, others: int) -> dict[str, Any]:
-        """Listen for other hosts' monitors. Returns the arguments of their ``connect``. Raises OSError."""
+        """Listen for other hosts' monitors. Returns the arguments for their ``connect``. Raises OSError."""
         return self._ask(do="listen", others=others)
 
     def connect(self, addresses: Sequence[str], port: int, token: str) -> None:

@@ -1,4 +1,4 @@
-"""Measure how busy the cores are that a host's ranks may use."""
+"""Measure the use of the cores that are available to a host's ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ringdance.host.limits import affinity, quota, words_of
 
 
 class _Times(NamedTuple):
-    """In seconds: a clock's time, the cores' idle time, the cores' total time, and the cgroup's CPU time."""
+    """Times in seconds: clock time, idle time and total time of the cores, and CPU time of the cgroup."""
 
     clock: float
     idle: float
@@ -21,7 +21,7 @@ class _Times(NamedTuple):
 
 
 class CoreUse:
-    """Measures how busy the cores are that some processes may use. Counts the use by all programs.
+    """Measures the use, by all programs, of the cores that are available to some processes.
 
     Args:
         pids: The processes. All must share this process's quota.
@@ -37,7 +37,7 @@ class CoreUse:
         self._last = self._times()
 
     def share(self) -> float:
-        """Return the share of the cores, 0 to 1, that was busy since the last call.
+        """Return the share of the cores, 0 to 1, that has been busy since the last call.
 
         If the processes have used up their quota, all cores count as busy.
         """
@@ -51,7 +51,7 @@ class CoreUse:
 
     def _times(self) -> _Times:
         each = psutil.cpu_times(percpu=True)
-        if max(self._cores) < len(each):  # otherwise a container shows only its own cores
+        if max(self._cores) < len(each):  # otherwise, this is a container that shows only its own cores
             each = [each[core] for core in self._cores]
         idle = sum(one.idle + getattr(one, "iowait", 0.0) for one in each)
         # Linux includes the time of guests in user time.
@@ -63,7 +63,7 @@ class CoreUse:
         words = words_of(f"{self._cgroup}/cpu.stat")  # in cgroup v1, this file does not contain the usage
         if "usage_usec" in words:
             return int(words[words.index("usage_usec") + 1]) / 1e6
-        # The usage belongs to another controller, which may be mounted separately from the quota's.
+        # In cgroup v1, another controller reports the usage. It may be mounted separately from the quota's.
         other = self._cgroup.replace("/cgroup/cpu", "/cgroup/cpuacct", 1)
         words = words_of(f"{self._cgroup}/cpuacct.usage") or words_of(f"{other}/cpuacct.usage") or ["0"]
         return int(words[0]) / 1e9

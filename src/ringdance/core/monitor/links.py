@@ -1,7 +1,7 @@
-"""Links between the monitors on several hosts. They carry records to the monitor that writes the timeline.
+"""Links between the monitors on different hosts. They carry records to the monitor that writes the timeline.
 
 The monitor on rank 0's host listens. The monitors on other hosts connect with a token that was sent to them
-over MPI. Clocks are compared by round trips: see ``Clock``.
+over MPI. Clocks are compared by means of round trips, see ``Clock``.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _RATES = 1e-4  # maximum difference between the rates of two clocks
 
 
 class Clock:
-    """Offset and rate of another host's monotonic clock relative to this one's, from round trips.
+    """Offset and rate of another host's monotonic clock relative to this host's clock, from round trips.
 
-    The other clock is read after the question is sent and before the answer arrives. This bounds ``ahead``,
-    even if one direction takes longer than the other. Two round trips bound the rate. ``ahead`` is the middle
-    between the bounds of the last half minute, during which the rate barely changes with the temperature.
+    The other clock is read after the query is sent and before the answer arrives. This bounds ``ahead``, even
+    if one direction takes longer than the other. Two round trips bound the rate. ``ahead`` is the midpoint of
+    the bounds from the last half minute, during which the rate barely changes with the temperature.
 
     Attributes:
         uncertainty: Uncertainty of ``ahead`` in nanoseconds, until the next round trip.
@@ -36,7 +36,7 @@ class Clock:
 
     def __init__(self) -> None:
         self.uncertainty = 0
-        # By round trip: the other clock's time, and the lower and upper bound of ``ahead``.
+        # For each round trip: the other clock's time, and the lower and upper bounds of ``ahead``.
         self._trips: deque[tuple[int, int, int]] = deque(maxlen=_TRIPS)
         self._line = 0, 0.0, 0.0  # the other clock's time, ``ahead`` at that time, and its rate
         self._rounds = 0
@@ -51,7 +51,7 @@ class Clock:
         return time.monotonic() >= self._next
 
     def ask(self) -> dict[str, Any]:
-        """Return the question to send. It must be sent immediately."""
+        """Return a clock query, which must be sent immediately."""
         self._rounds += 1
         self._next = time.monotonic() + (0.0 if self._rounds < _FIRST_ROUNDS else _REPEAT_S)
         return {"do": "clock", "sent": time.monotonic_ns()}
@@ -80,10 +80,10 @@ class Clock:
 
 
 class RemoteRing:
-    """The part of another host's ring that has arrived.
+    """The records and labels that have arrived from a ring on another host.
 
     Attributes:
-        taken: Return values of ``RingReader.take`` there, each with ``RingReader.lost``.
+        taken: Results of ``RingReader.take`` on that host, each with ``RingReader.lost``.
     """
 
     def __init__(self, who: Who) -> None:
@@ -103,7 +103,7 @@ class Follower:
         sock: An authenticated connection.
 
     Attributes:
-        stopped: True if no more records will arrive for now, or forever if the link is closed.
+        stopped: True if no more records will arrive for now or, if the link is closed, at all.
         ended: True if all records have arrived.
     """
 
@@ -119,7 +119,7 @@ class Follower:
         if self.ended and self.clock.known:
             return ""
         if self.ended:
-            return "the offset of its clock is not known"
+            return "the offset of its clock is unknown"
         if self.frames.open:
             return "it did not arrive in time"
         return "its monitor was killed, or cannot be reached"
@@ -140,7 +140,7 @@ class Follower:
             elif "stopped" in message:
                 self.stopped = True
             elif "ended" in message:
-                self.ended = True  # it still answers questions about its clock, and closes after this side
+                self.ended = True  # it still answers clock queries, and closes after this side
         if alive and not (self.ended and self.clock.known):
             return True
         self.stopped, self.frames.open = True, False
@@ -154,7 +154,7 @@ class Follower:
         return f"rank {ranks} on {host}" if ranks else host
 
     def check_clock(self) -> None:
-        """Send a question about the clock if it is time for one."""
+        """Send a clock query if it is time for one."""
         if self.clock.due():
             self.frames.send(self.clock.ask())
 
@@ -175,7 +175,7 @@ class Sender:
         self._sent_labels: dict[int, int] = {}
 
     def commands(self) -> tuple[list[dict[str, Any]], bool]:
-        """Return the commands received, and whether the link is open. Answers questions about the clock."""
+        """Return the commands received, and whether the link is open. Answers clock queries."""
         messages, alive = self.frames.receive()
         now = time.monotonic_ns()
         commands = []
@@ -199,9 +199,9 @@ class Sender:
         self.frames.send(message, data)
 
     def finish(self, seconds: float) -> None:
-        """Send what is left, then answer clock questions until the other side closes or time is up."""
-        # This side must not close first. With an unread question about the clock, closing would reset the
-        # connection, and the other side would lose the records that it has not read.
+        """Send what is left, then answer clock queries until the other side closes the link or time is up."""
+        # This side must not close first. If a clock query were unread, closing would reset the connection,
+        # and the other side would lose the records that it has not read yet.
         until = time.monotonic() + seconds
         self.frames.send({"ended": True})
         while self.commands()[1] and time.monotonic() < until:

@@ -3,9 +3,9 @@
 The lowest rank of a host starts it without ``site``, so only the standard library is available. Commands
 arrive on stdin, one line of JSON each. ``start`` (``file``, ``detail``, ``anew``), ``stop`` and ``listen``
 are answered by a line on stdout. ``connect`` (``addresses``, ``port``, ``token``) and ``metrics`` (see
-``Metrics``) are not. The monitor on rank 0's host writes the timeline, and the others send it their records
-(see ``links``). The process exits when all ranks have left the job or their processes have ended, so the
-records of a killed rank are written as well.
+``Metrics``) get no answer. The monitor on rank 0's host writes the timeline, and the others send it their
+records (see ``links``). The process exits when all ranks have left the job or their processes have ended, so
+the records of a killed rank are also written.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ringdance.core.transport.eventcount import process_state
 from ringdance.host.system import tcp
 from ringdance.host.system.machine import networks
 
-_POLL_S = 0.05  # while a timeline is being written; the ring can hold several seconds of records
+_POLL_S = 0.05  # while a timeline is being written; the rings can hold records of several seconds
 _IDLE_S = 1.0
 _OTHERS_S = 2.0  # time to wait for other hosts' last records
 
@@ -150,7 +150,7 @@ class Monitor:
     def _metrics_to(self, interval: float, **options: Any) -> None:
         self._metrics = Metrics(self._readers, warn=self._warn, interval=interval, **options)
         self._interval = interval
-        # Otherwise this process would hold the rank's stderr open until it exits.
+        # Otherwise, the rank's stderr would stay open until this process exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
     def _set_detail(self, detail: int | None, anew: bool = False) -> None:
@@ -168,7 +168,7 @@ class Monitor:
             follower.frames.send({"do": "start", "detail": detail, "anew": anew})
 
     def _stop(self, last: bool = False) -> None:
-        """Complete the file with the other hosts' records: all so far or, if ``last``, all until they end."""
+        """Complete the file with the records of all hosts. If ``last``, wait for the last ones to arrive."""
         self._set_detail(0)
         if self._trace is None and self._sender is None:
             return

@@ -14,7 +14,7 @@ from io import FileIO
 from ringdance.core.ring import RingReader
 from ringdance.errors import pip_install
 
-_SPARSER = 1000  # an interval is at least 1/1000 of the time so far, so that a long run's file grows slowly
+_SPARSER = 1000  # an interval is at least 1/1000 of the time so far, so that long runs write few samples
 
 
 class Metrics:
@@ -23,12 +23,12 @@ class Metrics:
     Args:
         readers: Readers of the ranks' rings.
         path: Additional entries for ``sys.path``: directories in which packages are installed.
-        interval: Minimum seconds between two written samples.
+        interval: Minimum number of seconds between two samples in the file.
         directory: Directory for ``metrics-<rank>.jsonl``, or "".
         anew: If True, overwrite the file.
         address: Address at which to serve the metrics, ``[ADDRESS:]PORT``, or "".
         rank: Lowest rank on this host.
-        warn: Called with the description of a problem.
+        warn: Called with a description of each problem.
     """
 
     def __init__(

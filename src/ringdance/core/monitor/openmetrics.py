@@ -17,14 +17,14 @@ _THREADS = 64
 
 
 class Figure(NamedTuple):
-    """A value of a row that is exported as a metric with the labels rank and host.
+    """A value in a row that is exported as a metric with the labels rank and host.
 
     Attributes:
         key: Key in the row.
         name: Name of the metric, which ends with the unit. Counters also get ``_total``.
         unit: Unit in the name; "" for counts.
         text: Help text.
-        factor: Factor from the row's unit to the metric's.
+        factor: Factor that converts the row's unit to the metric's unit.
     """
 
     key: str
@@ -35,7 +35,7 @@ class Figure(NamedTuple):
 
 
 COUNTERS = (
-    Figure("steps", "ringdance_steps", "", "Steps of the optimizer."),
+    Figure("steps", "ringdance_steps", "", "Optimizer steps."),
     Figure("batches", "ringdance_batches", "", "Batches of tensors exchanged."),
     Figure("tensors", "ringdance_tensors", "", "Tensors exchanged."),
     Figure("bytes", "ringdance_exchanged_bytes", "bytes", "Bytes of tensors exchanged."),
@@ -50,13 +50,13 @@ GAUGES = (
     Figure("size", "ringdance_job_ranks", "", "Number of ranks in the job."),
     Figure(
         "last_step_time", "ringdance_last_step_timestamp_seconds", "seconds",
-        "When the last step ended, since the epoch; absent before the first.",
+        "When the last step ended, since the epoch; absent before the first step.",
     ),
-    Figure("gpu_percent", "ringdance_gpu_utilization_ratio", "ratio", "Use of the rank's GPU.", 0.01),
+    Figure("gpu_percent", "ringdance_gpu_utilization_ratio", "ratio", "Utilization of the rank's GPU.", 0.01),
     Figure("gpu_memory_bytes", "ringdance_gpu_memory_bytes", "bytes", "Memory used on the rank's GPU."),
 )  # fmt: skip
 HOST = (
-    Figure("host_cpu_percent", "ringdance_host_cpu_ratio", "ratio", "Use of the job's own cores.", 0.01),
+    Figure("host_cpu_percent", "ringdance_host_cpu_ratio", "ratio", "Use of the job's cores.", 0.01),
     Figure("host_memory_percent", "ringdance_host_memory_ratio", "ratio", "Use of the host's memory.", 0.01),
 )
 
@@ -102,14 +102,14 @@ def serve(text: str, rows: Callable[[], Sequence[Mapping[str, Any]]]) -> str:
     address = address.strip("[]") or "127.0.0.1"
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
-        with socket.socket(family) as probe:  # servers in newer Pythons share a port with each other
+        with socket.socket(family) as probe:  # in newer Python versions, servers can share a port
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((address, int(port)))
             probe.listen()
         registry = CollectorRegistry()
         registry.register(RankCollector(rows))
         server, _ = start_http_server(int(port), address, registry)
-        # Each client has its own thread. Limit the number and the lifetime of these threads.
+        # Each client gets its own thread. Limit the number and the lifetime of these threads.
         handler: Any = server.RequestHandlerClass
         server.RequestHandlerClass = type("Handler", (handler,), {"timeout": _SILENT_S})
         server.verify_request = lambda *_: threading.active_count() < _THREADS  # type: ignore[method-assign]

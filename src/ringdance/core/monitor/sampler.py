@@ -57,14 +57,14 @@ class Sampler:
             return rows
 
     def leave(self, pids: Iterable[int]) -> None:
-        """Leave these processes out of later samples."""
+        """Exclude these processes from later samples."""
         with self._lock:
             for pid in pids:
                 self._ranks.pop(pid, None)
 
 
 class ProcessUse:
-    """The CPU time and memory of a rank's process. CPU time includes its children, which may decode input."""
+    """CPU time and memory of a rank's process. CPU time includes child processes, which may decode input."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
@@ -107,7 +107,7 @@ class _Gpus:
         self._pids = pids
         self._nvml: Any = None
         self._devices: list[Any] = []
-        with contextlib.suppress(Exception):  # not installed, no driver, or not allowed
+        with contextlib.suppress(Exception):  # not installed, no driver, or no permission
             import pynvml as nvml
 
             nvml.nvmlInit()
@@ -115,7 +115,7 @@ class _Gpus:
             self._nvml = nvml
 
     def sample(self) -> dict[int, Row]:
-        """Return GPU use and memory by process; empty without GPUs."""
+        """Return GPU use and GPU memory by process. Empty without GPUs."""
         rows: dict[int, Row] = {}
         if not self._devices:
             return rows
@@ -132,7 +132,7 @@ class _Gpus:
         return rows
 
     def _read(self, device: Any) -> tuple[int, int, dict[int, int | None]]:
-        """Return use in percent, used memory in bytes, and memory by process."""
+        """Return a GPU's use in percent, its used memory in bytes, and the memory used by each process."""
         nvml = self._nvml
         processes = nvml.nvmlDeviceGetComputeRunningProcesses(device)
         return (

@@ -1,8 +1,8 @@
-"""Convert the ranks' records to the events of a trace.
+"""Convert the ranks' records to trace events.
 
-Event names are Horovod's. Each tensor is a process of the trace, with a thread for each rank.
-NEGOTIATE_ALLREDUCE lasts from the rank's submission until all ranks have agreed. Then ALLREDUCE follows, with
-its activities. Each rank is also a process, with batches, chunks, waits and steps.
+Event names are the same as in Horovod. Each tensor is a process in the trace, with a thread for each rank.
+NEGOTIATE_ALLREDUCE lasts from the rank's submission until all ranks have agreed. It is followed by ALLREDUCE,
+with its activities. Each rank is also a process, with batches, chunks, waits and steps.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Timeline:
         self._submitted: dict[tuple[int, int, str], deque[tuple[int, int]]] = defaultdict(deque)
         self._chunks: dict[tuple[int, int], list[Record]] = defaultdict(list)
         self._ranks: set[int] = set()
-        self._last: dict[int, int] = {}  # time of the last record by rank
+        self._last: dict[int, int] = {}  # by rank: time of its last record
         self._uncertainties: dict[int, int] = {}
 
     def add(
@@ -86,7 +86,7 @@ class Timeline:
                 self.writer.instant(pid, _STEPS, str(name_of(record.label)), record.time)
 
     def _lose(self, rank: int, count: int, when: int) -> None:
-        """Mark a gap, and drop open spans, because the end of a later span could be taken for theirs."""
+        """Mark a gap, and drop open spans, because the end of a later span could be mistaken for theirs."""
         self.writer.span(_RANKS + rank, _STEPS, f"{count} records lost", self._last.get(rank, when), when)
         for key in [key for key in self._submitted if key[0] == rank]:
             for began, _ in self._submitted.pop(key):

@@ -12,12 +12,12 @@ from ringdance.core.monitor.links import Clock, RemoteRing
 from ringdance.core.monitor.timeline import Timeline
 from ringdance.core.ring import RECORD, RingReader, records
 
-_SLICE = 500  # records converted at once
-_RECORDS = 1 << 19  # maximum number, for about 200 MB of JSON, which viewers can still open
+_SLICE = 500  # records converted at a time
+_RECORDS = 1 << 19  # maximum number in a file, for about 200 MB of JSON, which viewers can still open
 # Converting takes longer than the ranks take to write, and they may need all cores. While they run,
 # conversion gets this many seconds, and then this share of one core. The rest is converted at the end.
 _FIRST_S, _SHARE = 0.3, 0.005
-_BEFORE_S = 60.0  # time 0 is this much earlier, because Perfetto drops events before time 0
+_BEFORE_S = 60.0  # time 0 is this long before the start, because Perfetto drops events before time 0
 
 
 Source = RingReader | RemoteRing
@@ -53,7 +53,7 @@ class TraceFile:
         return self._room <= 0
 
     def add(self, source: Source, first: int, data: bytes, lost: int, clock: Clock | None = None) -> None:
-        """Add what ``RingReader.take`` returned, and ``RingReader.lost``. ``clock``: another host's clock."""
+        """Add a result of ``RingReader.take``, with ``RingReader.lost``. ``clock``: Clock of another host."""
         if self.full or not data:
             return
         offset = -round(clock.ahead(RECORD.unpack_from(data)[0])) if clock else 0
@@ -82,8 +82,8 @@ class TraceFile:
         self._spent += time.monotonic() - began
 
     def close(self, lacks: Sequence[str] = ()) -> None:
-        """Write everything, including what the file lacks, and close it."""
+        """Write all records and a note about what the file lacks, then close it."""
         self.convert(everything=True)
-        for text in [*lacks, *["what came after its largest size"] * self.full] or ["complete"]:
+        for text in [*lacks, *["everything after it reached its maximum size"] * self.full] or ["complete"]:
             self._timeline.writer.instant(0, 0, f"{END}{text}", time.monotonic_ns())
         self._timeline.writer.close()

@@ -30,8 +30,8 @@ from ringdance.core.recorder import BatchRecord
 from ringdance.core.request import Description
 
 CONTINUE, NO_WAITER, HAS_UNNAMED = 1, 2, 4
-UNNAMED = 8  # unnamed requests that a round can match
-PIGGYBACK_ENTRIES = 1 << 16  # a vector has 16 bits for the number of an entry
+UNNAMED = 8  # maximum number of unnamed requests that a round can match
+PIGGYBACK_ENTRIES = 1 << 16  # a vector has 16 bits for the entry's number
 _M16 = (1 << 16) - 1
 _M32 = (1 << 32) - 1
 _DIGESTS = 32 * UNNAMED
@@ -111,11 +111,12 @@ class Piggyback:
 
 @dataclass(slots=True)
 class CacheEntry:
-    """A cached request: one bit in the vectors.
+    """A cached request, represented by one bit in the vectors.
 
     Attributes:
         used: Round in which it was last executed.
-        mismatched: True if members submitted different requests. Its bit then means "something submitted".
+        mismatched: True if members submitted different requests. The entry's bit then means only that a
+            member has submitted one of them.
         piggyback: How its data are piggybacked, or None if they are too large.
     """
 

@@ -1,4 +1,4 @@
-"""Decide which agreed requests are executed together. A pure function of agreed facts."""
+"""Decide which agreed requests are executed together. The result depends only on agreed facts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ringdance.core.request import Collective, Description, ReduceOp
 
 
 def description_bytes(description: Description) -> int:
-    """Return the size in bytes of a request whose description has full shapes."""
+    """Return the size in bytes of a request whose description has complete shapes."""
     pairs = zip(description.dtypes, description.shapes, strict=True)
     return sum([math.prod(shape) * dtype_named(dtype).itemsize for dtype, shape in pairs])
 
@@ -37,7 +37,7 @@ def is_plain(description: Description) -> bool:
 def plan_batches(descriptions: Sequence[Description], threshold: int) -> list[list[int]]:
     """Group requests, given in agreed order, into batches of at most ``threshold`` bytes.
 
-    A larger request forms a batch of its own. If the threshold is 0, every request does.
+    A request that is larger than this forms its own batch. If the threshold is 0, every request does.
     Returns lists of positions in ``descriptions``.
     """
     batches: list[list[int]] = []

@@ -1,6 +1,6 @@
 """Execute the requests that all members of a process set have agreed on, and report mismatches.
 
-What is executed follows from agreed facts only, so it is the same on all members.
+What is executed depends only on agreed facts, so it is the same on all members.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ class Executor:
         lock: Guards ``pending``.
         recorder: Receives a record of each batch.
         change: Executes an agreed ADD_SET, REMOVE_SET or TUNE. None unless this is the set of all ranks.
-        plans: Batches for each combination of ready bits, or None unless all are plain all-reduces. Must be
-            cleared whenever the response cache changes.
-        largest: Maximum requests and bytes per round, and bytes per batch, over all planned rounds of
-            all-reduces. Equal on all members.
+        plans: Batches for each combination of ready bits. None for a combination that contains anything other
+            than plain all-reduces. Must be cleared whenever the response cache changes.
+        largest: Maximum numbers of requests per round, bytes per round, and bytes per batch, over all planned
+            rounds of all-reduces. Equal on all members.
     """
 
     set_id: int
@@ -133,7 +133,7 @@ class Executor:
         return Batch(bits, entries, names, how, record)
 
     def run_unnamed(self, count: int, round_number: int) -> Steps:
-        """Execute the first ``count`` unnamed requests. If 0, the first one is a mismatch."""
+        """Execute the first ``count`` unnamed requests. If it is 0, the first one is a mismatch."""
         pending = self.pending
         with self.lock:
             if len(pending.unnamed) < max(1, count):  # given up after this rank sent its vector
@@ -162,7 +162,7 @@ class Executor:
                     mismatched.append((slot, item))
                 else:
                     items.append(item)
-        # Tune first, so that new values apply to the rest.
+        # Tune first, so that the new values apply to the other requests.
         items.sort(key=lambda item: item.description.kind != Collective.TUNE)
         yield from self._run(items, round_number)
         for slot, item in mismatched:
@@ -179,7 +179,7 @@ class Executor:
             first, kind = batch[0], batch[0].description.kind
             results: list[Any]
             if first.work is not None and first.work.refusal is not None:
-                results = [[] for _ in batch]  # all made the same wrong call, and have already raised
+                results = [[] for _ in batch]  # all members made the same wrong call, and it raised
             elif error := self._forbidden(first):
                 results = [error for _ in batch]
             elif kind in _CHANGES and self.change is not None:
@@ -225,7 +225,7 @@ class Executor:
                 item.work.finish(None if error else result, error)
 
     def _report_mismatch(self, item: AgreedRequest) -> Steps:
-        """Fail a name under which members submitted different requests. All members get the same message."""
+        """Fail a request that differs between members. All members get the same message."""
         own = None if item.work is None else (item.work.request.description, item.work.refusal)
         payloads = yield from self.exchange.gather_bytes(encode_call(item.name, own))
         calls = [decode_call(payload) for payload in payloads]

@@ -23,10 +23,11 @@ class PendingRequests:
         ready: Bits of the cache entries that are pending here.
         unnamed: Requests without a name, in order of submission.
         running: Unnamed requests that are being executed. They fail too if the engine fails.
-        join: The pending join, or None.
-        joined: Bits of the members that are known to all members to have joined.
-        held: By name: requests, in order, that are held until the peers know about a refused request.
-        joined_here: True if this rank contributes zeros until all ranks have joined.
+        join: The pending join request, or None.
+        joined: Bits of the members that all members know to have joined.
+        held: By name: requests, in order of submission, that are held until the peers know about a refused
+            request with the same name.
+        joined_here: True if this rank contributes neutral elements until all ranks have joined.
         eager_since: Submission time of the oldest request that the engine thread must start.
         eager_last: Submission time of the latest such request.
         not_before: Earliest start of the next round (monotonic), delayed if the last rounds achieved nothing.
@@ -125,7 +126,7 @@ class PendingRequests:
                 del self.held[name]
 
     def in_flight(self) -> list[Work]:
-        """Return all pending requests except the one that tunes. Other threads may submit more meanwhile.
+        """Return all pending requests except the tuning request. Other threads may submit more at any time.
 
         Note [Copies of dictionaries]
             In Python 3.11, allocating a container may trigger a garbage collection, during which another
@@ -153,7 +154,7 @@ class PendingRequests:
         return bool(len(self.named) > (TUNE_NAME in self.named) or self.unnamed or self.join is not None)
 
     def withdraw_tuning(self) -> None:
-        """Remove the request that tunes, because this rank is joining or stopping."""
+        """Remove the tuning request, because this rank is joining or stopping."""
         if TUNE_NAME in self.named:
             self._remove_named(TUNE_NAME).finish([])
 
@@ -164,7 +165,7 @@ class PendingRequests:
             self._add_named(work.name, work)
 
     def all_joined(self) -> Work | None:
-        """Start over after all members have joined. Returns this rank's join."""
+        """Start over after all members have joined. Returns this rank's join request."""
         work, self.join = self.join, None
         self.joined, self.joined_here = 0, False
         again = sorted((w for w in self.named.values() if w.order >= 0), key=lambda w: w.order)

@@ -1,4 +1,4 @@
-"""The process sets of an engine: registered, added and removed by agreement of all ranks."""
+"""The registry of an engine's process sets. Sets are added and removed by agreement of all ranks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _Post = Callable[[int, dict[str, Any]], None]
 
 @dataclass(slots=True)
 class RegisteredSet:
-    """A process set as every rank knows it, member or not."""
+    """A process set as known to every rank, whether it is a member or not."""
 
     ranks: tuple[int, ...]
     state: ProcessSetState | None  # None on ranks that are not members
@@ -40,7 +40,7 @@ class RegisteredSet:
 
 
 def buffer_bytes(settings: Settings, tuned: bool = False) -> int:
-    """Return the size of each rank's buffers in a window, with space for tuning. 0 means no window."""
+    """Return the size in bytes of a rank's buffers in a window, with space for tuning. 0: no window."""
     if not settings.window:
         return 0
     most = TUNED_CHUNK_BYTES if tuned and (settings.autotune or settings.tuned) else 0
@@ -48,7 +48,7 @@ def buffer_bytes(settings: Settings, tuned: bool = False) -> int:
 
 
 def vector_bytes(size: int, capacity: int) -> int:
-    """Return the bytes that the agreement vectors of ``size`` ranks need in a window."""
+    """Return the size in bytes of the longest agreement vector for ``size`` ranks."""
     return VectorLayout(size).width(max(1, capacity))
 
 
@@ -70,8 +70,8 @@ class ProcessSets:
             the set of all ranks, or None for no change. The attribute is None if tuning is off.
 
     Note [Tuning]
-        Settings that determine what is executed, and how, are changed by a request like any other, and so at
-        the same point of the agreed order on all ranks. The request gathers the ranks' measurements. Each
+        Settings that determine what is executed, and how, are changed by a request like any other, and thus
+        at the same point in the agreed order on all ranks. The request gathers the ranks' measurements. Each
         rank computes the new values with the same code from the same bytes. Only the set of all ranks is
         changed, because the other sets each have their own order. The new values must not depend on anything
         that may differ between ranks, such as their environments. If such a value is needed, rank 0 sends it.
@@ -126,7 +126,7 @@ class ProcessSets:
         return soonest
 
     def backoff_until(self) -> float:
-        """Return the time until which rounds are delayed because the last achieved nothing, or 0.0."""
+        """Return the time until which rounds are delayed because the last ones achieved nothing, or 0.0."""
         times = [state.pending.not_before for state, _ in self.machines if not state.in_round]
         return min(filter(None, times), default=0.0)
 
@@ -136,16 +136,16 @@ class ProcessSets:
         try:
             wanted = tuple(sorted(operator.index(rank) for rank in ranks))
         except TypeError:
-            raise ArgumentError(f"A process set needs integers as ranks, but got {ranks!r}.") from None
+            raise ArgumentError(f"The ranks of a process set must be integers, but got {ranks!r}.") from None
         if not wanted or wanted[0] < 0 or wanted[-1] >= size or len(set(wanted)) < len(wanted):
             raise ArgumentError(
-                f"A process set needs at least one rank, and each only once, but got {list(wanted)}. "
+                f"A process set must contain at least one rank, and no rank twice, but got {list(wanted)}. "
                 f"This job has the ranks 0 to {size - 1}."
             )
         for set_id, known in self.registered.copy().items():  # Note [Copies of dictionaries]
             if known.ranks == wanted and set_id < FIRST_GROUP:
                 raise ArgumentError(
-                    f"A process set with the ranks {list(wanted)} exists already (number {set_id}). "
+                    f"A process set with the ranks {list(wanted)} already exists (number {set_id}). "
                     "Each process set must have different ranks."
                 )
         return wanted

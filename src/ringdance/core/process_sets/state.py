@@ -2,7 +2,7 @@
 
 ``steps()`` is a generator. Each ``next()`` advances as far as possible without blocking. It runs rounds: all
 members AND their vectors (see ``agreement``), execute what is ready everywhere, then exchange cache misses.
-Only ``due`` decides when to enter a round. What happens in the round follows from agreed facts only.
+Only ``due`` decides when to enter a round. What happens in the round depends only on agreed facts.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class ProcessSetState:
         transport: The members' communicator. Closed with the set.
         exchange: Moves the members' data.
         settings: The engine's settings.
-        callers: The threads that are waiting, and what for, in all sets.
+        callers: The threads that are waiting, and what they are waiting for, in all sets.
         lock: Guards everything that submitting threads change.
         change: See ``Executor``.
 
@@ -82,7 +82,7 @@ class ProcessSetState:
         stopped: True once all members have agreed to stop.
         no_waiter: After the stop, True if no thread was left waiting.
         leaving: True once this rank has left the group.
-        left: Global ranks known to have left the group, with the time (monotonic).
+        left: Times (monotonic) at which members have left the group, by global rank.
         why: Why a rank has left the group, if it has not destroyed the group. Otherwise "".
     """
 

@@ -1,4 +1,4 @@
-"""Detect deadlocks: all ranks wait for each other."""
+"""Detect deadlocks, in which all ranks wait for each other."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ringdance.core.reports.stall_message import pending_names
 
 
 def deadlocked_for(sets: Mapping[int, Sequence[int]], statuses: Mapping[int, dict[str, Any]]) -> float:
-    """Return how long operations that cannot start have blocked all ranks, or a negative number if not.
+    """Return how long operations that cannot start have blocked all ranks, negative if they have not.
 
     Operations cannot start if no process set has a request that all its members have submitted.
 

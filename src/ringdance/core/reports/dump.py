@@ -1,4 +1,4 @@
-"""Read the stack of another process on this host, even while a call in C holds the GIL.
+"""Read the stacks of another process on this host, even while a call in C holds the GIL.
 
 Each rank makes ``faulthandler`` write its stacks to memory when it receives a real-time signal. That works in
 a signal handler, without the GIL. mpiexec forwards SIGUSR1 and SIGUSR2, so neither of them is used.
@@ -68,7 +68,7 @@ def own_lines(frames: list[str]) -> list[str]:
 
 
 def worker_lines(frames: list[str]) -> list[str]:
-    """Return the user's frames inside a forked process's work, or [] if the process was not forked."""
+    """Return the user's frames in the function that a forked process runs, or [] if it was not forked."""
     inside = list(itertools.takewhile(lambda frame: not frame.endswith(" in _bootstrap"), frames))
     return [frame for frame in inside if not _OWN.search(frame)] if len(inside) < len(frames) else []
 
@@ -80,7 +80,7 @@ def main_frames(text: str) -> list[str]:
     """
     main, *blocks = re.split(r"thread:? 0x0*", text, flags=re.IGNORECASE)[1:] or [""]
     known = [block for block in blocks if re.match(rf"{main.strip()}\b", block)]
-    # A child that was forked by a thread other than the main thread has only that thread.
+    # In a child that was forked by a thread other than the main thread, only that thread exists.
     known = known or (blocks if len(blocks) == 1 else [""])
     frames = _FRAME.findall(known[0])
     return [f"{file}:{line} in {name}" for file, line, name in frames]

@@ -14,13 +14,13 @@ WORTH = 0.2
 LITTLE = 0.1
 """A difference below this share of the measured speed does not justify a change."""
 IDLE_CORES = 0.5
-"""A rank or loader that uses less of a core spends most of its time waiting."""
+"""A rank or loader that uses a smaller share of a core spends most of its time waiting."""
 NO_CORES = 0.15
-"""A rank or loader that uses less of a core does not lack cores, even if other programs keep them busy."""
+"""A rank or loader that uses a smaller share of a core does not lack cores, even if all are busy."""
 BUSY = 0.85
 """Share of the cores' time above which the cores are busy."""
 TAKEN = 0.2
-"""If other programs use a larger share of the cores, they may be the cause."""
+"""If other programs use a larger share of the cores, they may be slowing the run down."""
 FULL_CORES, FULL_GPU = 0.75, 0.9
 """A run that computes and exceeds these shares uses its hardware fully."""
 IDLE_GPU = 0.5

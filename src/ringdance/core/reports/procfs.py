@@ -40,7 +40,7 @@ _WITH_SOCKET = {_CONNECT: "connects to", _ACCEPT: "waits for a connection to", _
 
 
 class CpuSample(NamedTuple):
-    """The time of a sample (seconds of time.monotonic), and the CPU seconds a thread had used."""
+    """The time of a sample (seconds of time.monotonic), and the CPU seconds that a thread had used then."""
 
     time: float
     used: float
@@ -103,7 +103,7 @@ def activity(pid: int, tid: int = 0, before: CpuSample | None = None) -> str:
     text = _in_call(pid, call, "pipe" in where or "partner" in where)
     if letter == "D":
         return f"{text or 'waits'} in uninterruptible I/O ({where or 'state D'})"
-    # The kernel does not reveal the system call of a process that this one has no permission to trace.
+    # The kernel reveals system calls only of processes that this process has permission to trace.
     return text or (_LOCKED if where.startswith("futex") else "")
 
 

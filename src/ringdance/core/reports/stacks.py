@@ -78,7 +78,7 @@ def thread_locations(pending: Collection[int | None] = ()) -> list[dict[str, Any
 
 
 def _doing(frames: Sequence[FrameType], said: str) -> str:
-    """Return what a thread is doing, judging by the library that it is in, otherwise ``said``."""
+    """Return what a thread is doing, judging by the library that it is in, or ``said`` if that is unknown."""
     inside = itertools.takewhile(lambda frame: not _is_users(frame), frames)
     return doing_in([frame.f_code.co_filename for frame in inside], said)
 
@@ -86,7 +86,7 @@ def _doing(frames: Sequence[FrameType], said: str) -> str:
 def doing_in(files: Sequence[str], said: str) -> str:
     """Return what a thread is doing, judging by its library files (innermost first), or ``said``."""
     known = [doing for file in files for part, doing in _BY_FILE if part in file]
-    # If the thread waits for another process, say that. A loader without workers runs in this thread.
+    # If the thread waits for another process, report that. A loader without workers runs in this thread.
     loads = known[:1] == [_LOADS] and said and not said.startswith("waits")
     return said if not known or loads or said.startswith("waits for data") else known[0]
 
@@ -109,7 +109,7 @@ def user_frames(frames: list[FrameType], outermost: bool = True) -> list[str]:
 
     Args:
         frames: Frames of a thread, innermost first.
-        outermost: If True, and no frame is in the user's code, return another: the script's if possible.
+        outermost: If True and no frame is in the user's code, return another frame, if possible the script's.
     """
     script = [frame for frame in frames if frame.f_globals.get("__name__") == "__main__"][-1:] or frames[:1]
     shown = list(filter(_is_users, frames)) or (script if outermost else [])

@@ -1,4 +1,4 @@
-"""The warning about a stall: who waits for what, which ranks are late, what they are doing, and the fix."""
+"""The warning about a stall: who waits for what, which ranks are late, what they are doing, and advice."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Stall:
         identities: All ranks.
         rank: The rank that reports the stall.
         status: Status of that rank, from ``StallWatch.status``.
-        seconds: Seconds for which it has waited, or since it submitted the request.
-        waits: True if a thread of that rank waits for this request.
+        seconds: Seconds for which that rank has waited, or since it submitted the request.
+        waits: True if a thread of that rank is waiting for this request.
         name: Name of the request.
         set_id: Process set of the request.
         others: Ranks of the other members.
@@ -93,7 +93,7 @@ class Stall:
         }  # fmt: skip
 
     def under_way(self, timeout: float) -> bool:
-        """True if data move, or if all have submitted the request and ``idle`` is less than ``timeout``."""
+        """Return True if data are moving, or if all have submitted it and ``idle`` is below ``timeout``."""
         if self.missing or self.unstarted:
             return False
         return self.moving or (not self.unknown and self.idle < timeout)

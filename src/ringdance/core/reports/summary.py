@@ -1,4 +1,4 @@
-"""The summary at the end of a run: how fast it was, how long it waited, which rank was the slowest."""
+"""The summary at the end of a run: how fast it was, how long it waited, and which rank was slowest."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FEW = 20  # steps: with fewer, any rank may be the slowest by chance
 
 
 class Figures(NamedTuple):
-    """What one rank has done in a period of time.
+    """One rank's steps and waiting time in a period.
 
     Attributes:
         steps: Number of steps. For a whole run, 0 if they were not counted.
@@ -79,9 +79,9 @@ class RunSummary:
         return self._after > 0 and self.seconds >= self._after * tolerance
 
     def figures(self) -> Figures:
-        """Return this rank's figures from the end of its first step, which often compiles, to its last step.
+        """Return this rank's figures, without its first step, which often includes compilation.
 
-        Without steps, return the figures of the whole run.
+        If no steps were counted, return the figures for the whole run.
         """
         words, steps, seconds = self._words, 0, self.seconds
         waited = words[Word.WAITED] - self._waited

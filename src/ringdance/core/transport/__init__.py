@@ -1,1 +1,1 @@
-"""Move bytes between ranks. Transports do not know tensor names, frameworks or the origin of settings."""
+"""Move bytes between ranks. Transports know nothing about tensor names, frameworks or sources of settings."""

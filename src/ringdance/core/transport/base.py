@@ -7,7 +7,7 @@ All collectives are non-blocking. They are started, then tested, so that one thr
         yield
 
 Collectives of one communicator are matched across ranks by the order in which they are started. ``messages``
-and ``post`` are not part of that order. They carry notes to single ranks, independently of any agreement.
+and ``post`` are not part of that order. They carry notes to individual ranks, independently of any agreement.
 
 Note [Buffer lifetime]
     A collective uses its arrays without copying them until ``test`` has returned True. Until then, the caller
@@ -43,14 +43,14 @@ class Pending(Protocol):
 
 
 class Transfer(Pending, Protocol):
-    """Data on their way between two ranks. ``source`` is the sender's rank, once they have arrived."""
+    """Data on their way between two ranks. ``source`` is the sender's rank after they have arrived."""
 
     source: int
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """A rank of the job, for messages and to check whether its process is alive."""
+    """A rank of the job, for use in messages and to check whether its process is alive."""
 
     rank: int
     host: str
@@ -115,7 +115,7 @@ class Transport(abc.ABC):
     def ranks_of(self, comm: Any) -> tuple[int, ...]:
         """Return the ranks in this communicator, ascending, of the members of a user's communicator.
 
-        Raises ArgumentError if ``comm`` is of another kind, or has members outside this communicator.
+        Raises ArgumentError if ``comm`` cannot be used, or has members outside this communicator.
         """
         raise ArgumentError(f"{comm!r} cannot be used: this process is not part of an MPI job.")
 
@@ -132,7 +132,7 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def allgather(self, send: Array, receive: Array, counts: Sequence[int]) -> Pending:
-        """Concatenate all ranks' uint8 ``send`` in ``receive``. ``counts``: Number of bytes from each rank.
+        """Concatenate all ranks' ``send`` (uint8) in ``receive``. ``counts``: Number of bytes from each rank.
 
         See Note [Buffer lifetime].
         """
@@ -148,27 +148,27 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def split(self, members: Sequence[int], window_bytes: int) -> Transport | None:
-        """Make a communicator of these ranks. Collective over all ranks, may block.
+        """Make a communicator of these ranks. This is collective over all ranks and may block.
 
         Returns None on ranks that are not in ``members``. ``window_bytes`` is the size of each member's
         buffers in a shared-memory window, 0 for no window.
         """
 
     def subset(self, members: Sequence[int], window_bytes: int) -> Transport:
-        """Make a communicator of these ranks. Collective over these ranks only, blocks. See ``split``."""
+        """Make a communicator of these ranks, which must all call this. Blocks. See ``split``."""
         raise NotImplementedError(f"{type(self).__name__} can only make communicators of all ranks.")
 
     def send(self, buffer: Array, rank: int, tag: int) -> Transfer:
         """Send a uint8 ``buffer`` to one member, which must receive it with the same tag."""
-        raise NotImplementedError(f"{type(self).__name__} does not send to single ranks.")
+        raise NotImplementedError(f"{type(self).__name__} does not send messages to individual ranks.")
 
     def receive(self, buffer: Array, rank: int | None, tag: int) -> Transfer:
         """Receive the bytes that fill uint8 ``buffer`` from one member, or from any member (None)."""
-        raise NotImplementedError(f"{type(self).__name__} does not receive from single ranks.")
+        raise NotImplementedError(f"{type(self).__name__} does not receive messages from individual ranks.")
 
     @abc.abstractmethod
     def hierarchy(self) -> Hierarchy | None:
-        """Prepare two-stage reductions. Collective over all members, may block.
+        """Prepare two-stage reductions. This is collective over all members and may block.
 
         Returns None on all members if nothing would be gained (one host, or one member per host), or if the
         members on some host do not share memory.

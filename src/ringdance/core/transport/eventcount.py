@@ -1,4 +1,4 @@
-"""Wait without taking the cores from the computation. Contains the Linux-only parts of the transports.
+"""Wait without taking cores from the computation. Contains the Linux-only parts of the transports.
 
 If all peers of a rank are on its host, it waits on a *futex*: a 32-bit word in the window, which a peer
 changes before it wakes the waiter. The peer makes a system call only if the "waiting" flag is set. It can
@@ -41,7 +41,7 @@ class EventCount:
         words: An int32 memoryview with two words per rank, ``stride`` apart: a counter that each
             notification increments, and a flag that is set while its owner waits.
         address: Address of ``words[0]`` in this process.
-        stride: Words from one rank's pair to the next.
+        stride: Distance, in words, between the pairs of two consecutive ranks.
         index: This rank's local index.
     """
 

@@ -19,7 +19,7 @@ _initialized_here = False
 def load_mpi(thread_level: str = "multiple") -> Any:
     """Import mpi4py's MPI without mpi4py's own side effects, and initialize MPI once."""
     global _initialized_here
-    # Otherwise Open MPI's wheel prints a notice about its UCX component whenever a window is made.
+    # Otherwise, Open MPI from a wheel prints a notice about its UCX component whenever a window is made.
     os.environ.setdefault("OMPI_MCA_osc", "^ucx")
     if os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "") == os.environ.get("OMPI_COMM_WORLD_SIZE"):
         # All ranks are on this host. Looking for network hardware would add a second to MPI_Init.
@@ -47,7 +47,7 @@ def load_mpi(thread_level: str = "multiple") -> Any:
 
 
 def _init_thread(mpi: Any, level: int) -> None:
-    """Initialize MPI, which waits for all ranks, without holding the GIL, unlike mpi4py's own call.
+    """Initialize MPI without holding the GIL. mpi4py's own call would hold it until all ranks have called.
 
     Other threads can therefore continue, including the one that reports which ranks are missing.
     """
@@ -58,9 +58,9 @@ def _init_thread(mpi: Any, level: int) -> None:
         return
     code = call(None, None, ctypes.c_int(level), ctypes.byref(ctypes.c_int()))
     if code:
-        raise LaunchError(f"MPI_Init_thread of {mpi.__file__} failed with error code {code}.")
+        raise LaunchError(f"MPI_Init_thread in {mpi.__file__} failed with error code {code}.")
     for comm in (mpi.COMM_WORLD, mpi.COMM_SELF):
-        comm.Set_errhandler(mpi.ERRORS_RETURN)  # as mpi4py would: errors become exceptions
+        comm.Set_errhandler(mpi.ERRORS_RETURN)  # as mpi4py does, so that errors become exceptions
 
 
 def library_version() -> str:

@@ -2,7 +2,7 @@
 
 A rank that waits in ``init()`` names one of its threads ``_MARK``. All processes on its host can read that
 name, and also the environment in which the launcher started the rank. Nothing has to be set up or removed,
-and ranks that have exited or were never started are noticed as well. Linux only. On other systems, and for
+and ranks that have exited or were never started are also detected. Linux only. On other systems, and for
 ranks on other hosts, the report names no ranks.
 """
 
@@ -29,7 +29,7 @@ _OWN_RANK = "RINGDANCE_RANK"  # our own launcher sets this for the rank itself, 
 
 @dataclass
 class _Ranks:
-    """Ranks on this host. ``present`` ranks wait in init(), ``late`` ones (rank -> pid) do not."""
+    """Ranks on this host. ``present`` ranks are waiting in init(), ``late`` ranks (rank -> pid) are not."""
 
     present: set[int] = field(default_factory=set)
     late: dict[int, int] = field(default_factory=dict)
@@ -40,8 +40,9 @@ def waiting_in_init(timeout: float, ranks: Collection[int] = ()) -> Iterator[Non
     """Mark this rank as waiting, and warn after ``timeout`` seconds which ranks are missing.
 
     Args:
-        timeout: Seconds. The warning is repeated after twice and four times as long, and so on.
-        ranks: Ranks that are expected. Empty for all.
+        timeout: Seconds until the first warning. It is repeated after twice and four times as long, and so
+            on.
+        ranks: Expected ranks. Empty for all.
     """
     done = threading.Event()
     thread = threading.Thread(target=_watch, args=(done, timeout, ranks), name=_MARK, daemon=True)
@@ -69,7 +70,7 @@ def missing_rank_report(ranks: Collection[int], waited: float) -> str:
     """Report which ranks on this host are waiting, and which are missing.
 
     Args:
-        ranks: Ranks that are expected. Empty for all.
+        ranks: Expected ranks. Empty for all.
         waited: Seconds for which this rank has waited.
     """
     return _report(_scan()[1], ranks, waited)

@@ -59,7 +59,7 @@ class MpiTransport(Transport):
         node = self._node
         count = node.Get_size()
         size = window_size(count, vector_bytes, window_bytes)
-        # Touching a page when /dev/shm is full raises SIGBUS, so check first. All ranks on a host agree.
+        # Touching a page while /dev/shm is full raises SIGBUS, so check first. All ranks on a host agree.
         if not all(gather(node, has_room(free_shared_memory(), count, vector_bytes, window_bytes))):
             if node.Get_rank() == 0:
                 _log.warning(
@@ -187,12 +187,12 @@ class MpiTransport(Transport):
         status = self._mpi.Status()
         while True:
             try:
-                Incoming.match_all()  # a sender may be waiting for this while this rank waits for another
+                Incoming.match_all()  # a sender may be waiting for this while this rank waits for another one
                 message = self._notes.Improbe(tag=1, status=status)
             except self._mpi.Exception as error:
                 if self.lost(error) is None:
                     raise
-                return notes  # deliver the notes that arrived before reporting the loss of a rank
+                return notes  # the notes that have arrived are handled before the loss is reported
             if message is None:
                 return notes
             data = np.empty(status.Get_count(self._mpi.BYTE), np.uint8)
@@ -241,7 +241,7 @@ def gather(comm: Any, value: Any) -> list[Any]:
 
     Args:
         comm: An mpi4py communicator. (mpi4py's own ``allgather`` would unpickle what other ranks send.)
-        value: A value that JSON can hold. Tuples come back as lists.
+        value: A value that JSON can represent. Tuples become lists.
     """
     own = np.frombuffer(json.dumps(value).encode(), np.uint8)
     counts = np.empty(comm.Get_size(), np.int64)
@@ -269,7 +269,7 @@ def has_room(free: int, count: int, vector_bytes: int, window_bytes: int) -> boo
 
 
 def free_shared_memory() -> int:
-    """Return the free bytes of this host's /dev/shm."""
+    """Return the number of free bytes in this host's /dev/shm."""
     free = linux.shared_memory()
     return free if free >= 0 else 1 << 62  # it does not exist: the library keeps shared memory elsewhere
 

@@ -1,4 +1,4 @@
-"""Posted MPI operations: what may be in flight, and receives that wait for their message."""
+"""Posted MPI operations that may be in flight, and receives that wait for their messages."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class MpiPending:
 
 
 class MpiTransfer(MpiPending):
-    """A message between two ranks. ``status`` is an object for MPI's results."""
+    """A message between two ranks. ``status`` is an MPI status object, to be filled in."""
 
     __slots__ = ("_status", "source")
 

@@ -6,7 +6,7 @@ Layout, for m members::
     m x 2 vectors     agreement vectors; after each, 4096 bytes for piggybacked data
     m x 2 buffers     data
 
-A member publishes what it wrote by incrementing its ``signaled`` counter (``signal``). It may read what the
+A member publishes its writes by incrementing its ``signaled`` counter (``signal``). It may read what the
 other members wrote once all their counters have reached the same value (``reached``).
 
 Note [Parity]
@@ -34,7 +34,7 @@ def _round_up(number: int, unit: int) -> int:
 
 
 def window_size(members: int, vector_bytes: int, buffer_bytes: int) -> int:
-    """Return the bytes that a window of ``members`` needs."""
+    """Return the size in bytes of a window for this number of members."""
     control = _round_up(members * (_LINE + 2 * (_round_up(vector_bytes, _LINE) + PIGGYBACK_BYTES)), _PAGE)
     return control + members * 2 * _round_up(buffer_bytes, _PAGE)
 
@@ -48,7 +48,7 @@ class Window:
         members: Number of members that share the memory.
         vector_bytes: Length of the longest vector.
         buffer_bytes: Size of each of a member's two buffers.
-        fence: Makes this member's stores visible, on machines that need it.
+        fence: Makes this member's stores visible. Called only on machines that need it.
         shared: Event count to wake members with, and their local indices in it. None to create one.
 
     Attributes:
@@ -103,7 +103,7 @@ class Window:
             self.buffers[parity][self.index][::_PAGE] = 0
 
     def signal(self) -> None:
-        """Publish what this member wrote. ``reached`` returns True once all members have done the same."""
+        """Publish this member's writes. ``reached`` returns True once all members have done the same."""
         if self._fence:
             self._fence()
         self.count += 1

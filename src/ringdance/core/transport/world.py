@@ -1,4 +1,4 @@
-"""Start a job with MPI: wait for all ranks, compare settings, make the transport. Also restart a job."""
+"""Start a job with MPI: wait for all ranks, compare settings, create the transport. Also restart a job."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def test_the_largest_size_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     names = [event["name"] for event in written(path)]
     assert "step 99" in names
     assert "step 100" not in names
-    assert "largest size" in names[-1]
+    assert "maximum size" in names[-1]
 
 
 def test_chunks_belong_to_the_tensors_in_them() -> None:
