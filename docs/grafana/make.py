@@ -36,7 +36,7 @@ from grafana_foundation_sdk.models.dashboard import (
 )
 from grafana_foundation_sdk.models.prometheus import PromQueryFormat
 
-PATH = Path(__file__).parents[2] / "src" / "ringdance" / "monitor" / "dashboard.json"
+PATH = Path(__file__).parents[2] / "src" / "ringdance" / "core" / "monitor" / "dashboard.json"
 CHOSEN = 'job=~"$job",host=~"$host"'
 SOURCE = DataSourceRef(type_val="prometheus", uid="$datasource")
 RANK = "rank {{rank}} on {{host}}"
