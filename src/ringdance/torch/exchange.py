@@ -131,7 +131,7 @@ def _listed(call: Call, tensors: Iterable[Tensor], compression: Any = Compressio
         if not listed:
             raise IndexError("A group needs at least one tensor.")
         if any([tensor.is_cpu != listed[0].is_cpu for tensor in listed]):
-            raise UnsupportedOperationError("A group's tensors must all be on the CPU or all on a GPU.")
+            raise UnsupportedOperationError("The tensors of a group must all be on the CPU or all on a GPU.")
         if compression is not Compression.none:
             return [compression.compress(tensor) for tensor in listed]
     except WRONG_ARGUMENT as error:
@@ -145,7 +145,7 @@ def _array_of_splits(splits: Any) -> Array:
     if not isinstance(splits, Tensor):
         return np.asarray(splits)
     if splits.dtype is not torch.int32:
-        raise ArgumentError(f"splits must be a list or a tensor of type int32, got {splits.dtype}.")
+        raise ArgumentError(f"splits must be a list or an int32 tensor, got a {splits.dtype} tensor.")
     return splits.detach().cpu().numpy()
 
 

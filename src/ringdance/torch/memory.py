@@ -48,8 +48,8 @@ def host_tensor(tensor: torch.Tensor) -> torch.Tensor:
         )
     if divided_by(tensor) is not None and hasattr(tensor, "to_local"):
         raise ArgumentError(
-            "A DTensor is sharded across processes by torch.distributed. Pass tensor.to_local(), this "
-            "process's shard, or tensor.full_tensor(), the whole tensor."
+            "A DTensor is sharded across processes by torch.distributed. Pass tensor.to_local() for this "
+            "process's shard, or tensor.full_tensor() for the complete tensor."
         )
     if tensor.layout is not torch.strided:
         raise ArgumentError(
@@ -128,13 +128,13 @@ def check_in_place(tensor: torch.Tensor) -> None:
     if not tensor.is_contiguous():
         raise ArgumentError(
             f"An in-place operation needs a contiguous tensor, but this tensor has strides {tensor.stride()} "
-            f"for shape {tuple(tensor.shape)}. Use tensor.contiguous(), or the function without underscore."
+            f"for shape {tuple(tensor.shape)}. Use tensor.contiguous(), or the out-of-place function."
         )
     if tensor.is_conj() or tensor.is_neg():
         raise ArgumentError(
             "An in-place operation needs a tensor whose values are in memory, but this tensor is a view that "
-            "conjugates or negates them. Use tensor.resolve_conj().resolve_neg(), or the function without "
-            "underscore."
+            "conjugates or negates them. Use tensor.resolve_conj().resolve_neg(), or the out-of-place "
+            "function."
         )
 
 
@@ -145,7 +145,7 @@ def sample_of(parameters: Sequence[Tensor]) -> Array:
         if one.is_complex():
             one = torch.view_as_real(one)
         if not one.is_floating_point():
-            raise TypeError("only floats are compared")
+            raise TypeError("only floating-point parameters are compared")
         size = one.numel()
         places = torch.arange(0, size, step_of(size), device=one.device)
         return size, one.detach().take(places).float().cpu().numpy()

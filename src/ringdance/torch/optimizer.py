@@ -57,7 +57,7 @@ class _Distributed(Wrapped):
     _by_hand = False  # True if synchronize() has been called since the last step.
 
     def _connect(self) -> None:
-        """Create the exchange and watch the parameters, without communication. The order is the same on all ranks."""
+        """Create the exchange and watch the parameters. All ranks connect optimizers in the same order."""
         options, engine = self._options, session.engine()
         bind([options.process_set])  # A copy may come from another job.
         self._connected = True
@@ -93,7 +93,7 @@ class _Distributed(Wrapped):
                 f"The DistributedOptimizer for {self._options.names[0]} and others no longer reduces "
                 "gradients: another DistributedOptimizer was created later for some of its parameters, or it "
                 "was closed. Use the later optimizer, or call DistributedOptimizer() again to take the "
-                "parameters back. Optimizers that are used in turn must not share parameters."
+                "parameters back. Optimizers that are used alternately must not share parameters."
             )
 
     def close(self) -> None:

@@ -78,7 +78,7 @@ class _TensorRef(NamedTuple):
 
 
 def _replaced(value: Any, kind: type, replacement: Callable[[Any], Any]) -> Any:
-    """Return a copy of a structure of dicts, lists and tuples in which all objects of a class are replaced."""
+    """Return a copy of nested dicts, lists and tuples in which all objects of a class are replaced."""
     if isinstance(value, kind):
         return replacement(value)
     if isinstance(value, dict):

@@ -57,7 +57,7 @@ class OptimizerOptions:
         scales_of(self.operation, self.predivide)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "given": {}}  # It refers to parameters that are not in the copy.
+        return {**self.__dict__, "given": {}}  # It has parameters outside the copy.
 
 
 class Wrapped:
@@ -94,7 +94,7 @@ class Wrapped:
 
     @compiler_disable
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters whose gradients are reduced from now on. All ranks must call this between the same steps.
+        """Add parameters whose gradients are reduced from now on. All ranks call this before the same step.
 
         Names come from ``named_parameters``. Parameters that are not in it get a name that consists of the
         group index and the parameter index.
@@ -184,7 +184,7 @@ def check_whole(names: Sequence[str], parameters: Sequence[Tensor]) -> None:
 
 
 def warn_of_local_batch_norm(named_parameters: Any) -> None:
-    """Warn if there are several ranks and the module of ``named_parameters`` has torch's ``SyncBatchNorm``."""
+    """Warn if there are several ranks and the module of ``named_parameters`` uses torch's SyncBatchNorm."""
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     if distributed or session.engine().size == 1 or not inspect.isgenerator(named_parameters):
         return
