@@ -93,7 +93,7 @@ class Hooks:
         if not _private.has_end_callback():
             if self.exchange.early:
                 raise ArgumentError(
-                    "torch cannot report the end of this backward pass, for example in compiled autograd. Set "
+                    "torch cannot report the end of this backward pass, as with compiled autograd. Set "
                     "torch._dynamo.config.compiled_autograd = False, or pass reduce_in_backward=False to "
                     "DistributedOptimizer, which then reduces gradients in step(), after any clipping."
                 )

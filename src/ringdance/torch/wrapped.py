@@ -207,7 +207,7 @@ def _number_name(group: int, index: int) -> str:
 def names_of(
     optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, Tensor]] | None
 ) -> tuple[list[str], list[Tensor], dict[int, tuple[str, Tensor]]]:
-    """Return the names of the optimizer's parameters and the parameters, in the same order on all ranks.
+    """Return the names and parameters of the optimizer, in the same order on all ranks.
 
     The third result maps parameter ids to (name, parameter) pairs, for all named parameters.
 

@@ -83,7 +83,7 @@ class _Transfer:
             self._error = error
 
     def give_up(self) -> None:
-        """Stop the thread by letting a call time out: gloo then closes the connection and wakes the thread."""
+        """Stop the thread by letting a call time out, so that gloo closes the connection and wakes it."""
         if self._rank is not None and self._thread.is_alive():
             with contextlib.suppress(RuntimeError):
                 self._group.recv([torch.empty(1)], self._rank, _NO_TAG).wait(timedelta(milliseconds=1))
@@ -164,7 +164,7 @@ def _gather(store: Any, key: str, rank: int, size: int, value: Any) -> list[Any]
     except RuntimeError as error:
         raise RankLostError(
             f"Rank {rank} of {size} on host {socket.gethostname()} did not find the other ranks in torch's "
-            f"store. Check that all ranks, and torchrun's agent on rank 0's host, are running. {error}"
+            f"store. Check that all ranks and torchrun's agent are running. {error}"
         ) from error
 
 
@@ -326,7 +326,7 @@ class GlooTransport(Transport):
                 self._leave_store()
 
     def _leave_store(self) -> None:
-        """Announce that this rank no longer needs the store. Rank 0, which may serve it, waits for all ranks."""
+        """Announce that this rank no longer needs the store. Rank 0, which may serve it, waits for the rest."""
         with contextlib.suppress(RuntimeError):
             self._store.set(f"closed/{self.rank}", "")
             if self.rank == 0:

@@ -66,7 +66,7 @@ class ProcessGroup(EngineGroup):
         self._description = text
 
     def _get_backend(self, device: torch.device | str) -> Any:
-        """Return the group that handles a device's tensors. torch 2.14 calls this before sends and receives."""
+        """Return the group for tensors on a device. torch 2.14 calls this before a send or receive."""
         return self.nccl if torch.device(device).type != "cpu" and torch.cuda.is_available() else self
 
     # -- reductions ------------------------------------------------------------------------------
@@ -135,9 +135,9 @@ class ProcessGroup(EngineGroup):
         for source, target, counts in zip(sources, targets, sizes, strict=True):
             if sum(counts) != source.size or counts[self.rank()] != target.size:
                 raise ValueError(
-                    f"reduce_scatter: the input has {source.size} elements, the parts have {counts}, and this "
-                    f"rank's output has {target.size}. The parts must add up to the input, and this rank's part "
-                    "must be as large as its output."
+                    f"reduce_scatter: the input has {source.size} elements, the parts have {counts}, and "
+                    f"this rank's output has {target.size}. The parts must add up to the input, and this "
+                    "rank's part must be as large as its output."
                 )
         equal = all(len(set(counts)) == 1 for counts in sizes)
         if equal and operation in (ReduceOp.SUM, ReduceOp.AVERAGE):
@@ -178,8 +178,8 @@ class ProcessGroup(EngineGroup):
         for index, (source, target) in enumerate(zip(sources, targets, strict=True)):
             if target.size != source.size * self.size():
                 raise ValueError(
-                    f"all_gather: the output has {target.nbytes} bytes, but must have {self.size()} times the "
-                    f"{source.nbytes} bytes of the input."
+                    f"all_gather: the output has {target.nbytes} bytes, but must have {self.size()} times "
+                    f"the {source.nbytes} bytes of the input."
                 )
             if source.ctypes.data != target[self.rank() * source.size :].ctypes.data:
                 sources[index] = apart(source, target)
@@ -193,8 +193,8 @@ class ProcessGroup(EngineGroup):
         for tensor, counts in zip(inputs, sizes, strict=True):
             if counts[self.rank()] != tensor.numel():
                 raise ValueError(
-                    f"all_gather: the input has {tensor.numel()} elements, but the outputs have {counts}. This "
-                    "rank's output must be as large as its input."
+                    f"all_gather: the input has {tensor.numel()} elements, but the outputs have {counts}. "
+                    "This rank's output must be as large as its input."
                 )
 
         def finish(results: list[Array]) -> None:
@@ -220,9 +220,9 @@ class ProcessGroup(EngineGroup):
         )
         if sum(rows) != len(given) or sum(wanted) != len(output):
             raise ValueError(
-                f"all_to_all_single: the input splits {rows} must add up to {len(given)} rows, and the output "
-                f"splits {wanted} to {len(output)} rows. Without splits, both numbers of rows must be multiples "
-                f"of {self.size()}."
+                f"all_to_all_single: the input splits {rows} must add up to {len(given)} rows, and the "
+                f"output splits {wanted} to {len(output)} rows. Without splits, both numbers of rows must be "
+                f"multiples of {self.size()}."
             )
         width, wide = source.size // max(1, len(given)), target.size // max(1, len(output))
         expected = [count * wide for count in wanted]
@@ -282,8 +282,8 @@ class ProcessGroup(EngineGroup):
         state = engine.sets.find(self._set_id).state
         if state is None or not 0 <= tag < _TAGS:
             raise ValueError(
-                f"{verb}: the group must have two or more ranks, and the tag must be in [0, {_TAGS}), but it is "
-                f"{tag}."
+                f"{verb}: the group must have two or more ranks, and the tag must be in [0, {_TAGS}), but "
+                f"got {tag}."
             )
         if rank is not None and (not 0 <= rank < self.size() or rank == self.rank()):
             raise ValueError(f"{verb}: rank {rank} is not another rank in this group of {self.size()} ranks.")

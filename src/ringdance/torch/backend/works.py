@@ -270,7 +270,7 @@ class _Waiter:
             self._works.get().settle()
 
 
-_waiters: defaultdict[int, _Waiter] = defaultdict(_Waiter)  # One per process set, so that waits are independent.
+_waiters: defaultdict[int, _Waiter] = defaultdict(_Waiter)  # One per process set, which wait independently.
 _passes: dict[int, list[GroupWork]] = {}  # For each backward pass, the works to await at its end.
 
 

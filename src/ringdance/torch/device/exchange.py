@@ -296,7 +296,7 @@ class TorchExchange:
             self._under_way.popleft()
 
     def close(self, agreed: bool) -> None:
-        """Free the communicator. Unless ``agreed``, abort it in a thread, because this may take a long time."""
+        """Free the communicator. Unless ``agreed``, abort it in a thread, because this may take long."""
         group, self.group = self.group, None
         self._under_way.clear()
         if group is None or (agreed and self._stream is None):
