@@ -39,8 +39,8 @@ def record(kind: str, inputs: Sequence[Any], text: Callable[[], str], outputs: S
 profiler_running: Callable[[], bool] = _find("profiler.trace", "enabled", lambda: True)
 
 
-# ops.control_flow_util.GraphOrParentsInXlaContext: True if XLA will compile the graph. If the name is missing,
-# XLA reports an unknown operation instead of our error message, which explains the fix.
+# ops.control_flow_util.GraphOrParentsInXlaContext: True if XLA will compile the graph. If the name is
+# missing, XLA reports an unknown operation instead of our error message, which explains the fix.
 in_xla_context: Callable[[Any], bool] = _find(
     "ops.control_flow_util", "GraphOrParentsInXlaContext", lambda graph: False
 )

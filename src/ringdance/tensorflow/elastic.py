@@ -36,7 +36,8 @@ class TensorFlowState(VariablesState):
     """Variables and plain attributes, committed and restored together.
 
     Args:
-        variables: TensorFlow or Keras variables. By default, all global variables of a ``tf.compat.v1`` graph.
+        variables: TensorFlow or Keras variables. Optional in a ``tf.compat.v1`` graph: by default, all of its
+            global variables.
         session: A ``tf.compat.v1`` session, or None in eager execution.
         kwargs: Further attributes.
 

@@ -106,7 +106,7 @@ class Context:
         return views
 
     def in_place(self, slots: Sequence[Slot]) -> tuple[list[Array], list[Array], list[int | c_void_p]]:
-        """Allocate an output for each input, with the same shape and dtype, in the input's memory if possible.
+        """Allocate an output with the shape and dtype of each input, in the input's memory if possible.
 
         Each step calls this for hundreds of gradients, so the code makes few calls per tensor.
 
@@ -237,8 +237,8 @@ def register(
 ) -> None:
     """Register a stateful operation with a CPU kernel.
 
-    Note [Kernels]: As a kernel's state, TensorFlow keeps only a number that identifies its ``text`` attribute.
-    It need not be released, because TensorFlow deletes the last kernels after Python has exited.
+    Note [Kernels]: For each kernel, TensorFlow keeps only a number that identifies its ``text`` attribute.
+    Numbers need no release, which matters because TensorFlow deletes the last kernels after Python has exited.
 
     Args:
         name: Name of the operation.

@@ -326,7 +326,7 @@ class GlooTransport(Transport):
                 self._leave_store()
 
     def _leave_store(self) -> None:
-        """Announce that this rank no longer needs the store. Rank 0, which may serve it, waits for the rest."""
+        """Announce that this rank no longer needs the store. Rank 0, which may serve it, waits for all."""
         with contextlib.suppress(RuntimeError):
             self._store.set(f"closed/{self.rank}", "")
             if self.rank == 0:
