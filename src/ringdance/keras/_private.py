@@ -14,9 +14,9 @@ from typing import Any
 from ringdance.errors import ArgumentError
 from ringdance.keras.library import KERAS2, keras
 
-# Optimizer._backend_apply_gradients and ._clip_gradients: overridden by the binding. Keras calls them with the
-# variables and gradients of an update. Optimizer._iterations: counts steps, not updates. If a name is missing,
-# gradient accumulation raises an error.
+# Optimizer._backend_apply_gradients and ._clip_gradients: overridden by the binding. Keras calls them with
+# the variables and gradients of an update. Optimizer._iterations: counts steps, not updates. If a name is
+# missing, gradient accumulation raises an error.
 _ACCUMULATION = ("_backend_apply_gradients", "_clip_gradients", "_iterations")
 
 

@@ -70,7 +70,7 @@ class _Measurement(keras.callbacks.Callback):  # type: ignore[misc]
 
 
 class BatchSequence(_Sequence):  # type: ignore[misc]
-    """A ``keras.utils.PyDataset`` that must be read in order. ``image_loader`` and ``table_loader`` return it.
+    """A ``keras.utils.PyDataset`` that must be read in order. The functions in ``loaders`` return it.
 
     Args:
         loader: Loader of ``ringdance.data.Batch`` or ``TableBatch`` objects.

@@ -90,7 +90,7 @@ class KerasState(VariablesState):
         self._drop_gradients()
 
     def _drop_gradients(self) -> None:
-        """Discard the gradient sums of the failed step. In Keras 3, optimizer variables contain most sums."""
+        """Discard the failed step's gradient sums, except Keras 3's own, which are optimizer variables."""
         if KERAS2:
             importlib.import_module("ringdance.tensorflow.passes").reset_sums()
         elif keras.backend.backend() == "torch":

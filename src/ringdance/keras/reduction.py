@@ -154,14 +154,14 @@ class Distributed:
         object.__setattr__(self, "_local_variables", (*self._local_variables, var))
 
     def save_assets(self, directory: str) -> None:
-        """Write the options to the ``.keras`` file, because Keras does not. Plain Keras can load such a file."""
+        """Write the options to the ``.keras`` file, because Keras does not. Plain Keras can load the file."""
         base: Any = super()
         if hasattr(base, "save_assets"):  # A user-defined optimizer may have this method.
             base.save_assets(directory)
         options = dict(self._options)
         if self._reduction.process_set is not global_process_set or self._local_ids():
-            options["partial"] = True  # Recreating it needs objects from the script.
-        text = json.dumps(options, default=lambda number: number.item())  # For NumPy numbers.
+            options["partial"] = True  # The script must recreate the optimizer.
+        text = json.dumps(options, default=lambda number: number.item())  # Converts NumPy numbers.
         Path(directory, OPTIONS_FILE).write_text(text)
 
     def _local_ids(self) -> set[int]:

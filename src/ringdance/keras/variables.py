@@ -25,9 +25,9 @@ def is_complete(model: Any, optimizer: Any) -> bool:
     """Let an optimizer (or None) create its variables. Returns True if the first step creates no others."""
     layers = [layer for layer in _private.layers_in(model) if not isinstance(layer, keras.metrics.Metric)]
     if not (model.built and all(layer.built for layer in layers)):
-        return False  # An optimizer would not accept variables that are created later.
+        return False  # An optimizer does not accept variables that are created later.
     if KERAS2 and optimizer is not None and not hasattr(optimizer, "build"):
-        optimizer._create_all_weights(list(model.trainable_variables))  # Legacy optimizer. Keeps existing weights.
+        optimizer._create_all_weights(list(model.trainable_variables))  # Keeps existing weights.
     elif optimizer is not None and not is_built(optimizer):
         optimizer.build(list(model.trainable_variables))
     return all(map(is_built, optimizers_of(model)))

@@ -137,7 +137,7 @@ def wrap(optimizer: torch.optim.Optimizer, front: type[Wrapped], options: Optimi
     result.__dict__ = optimizer.__dict__
     result._options = options
     if wrapper is not None:
-        references = weakref.ref(result), weakref.ref(optimizer)  # Weak, because both optimizers hold this function.
+        references = weakref.ref(result), weakref.ref(optimizer)  # Weak: both optimizers hold ``step``.
 
         def step(*args: Any, **kwargs: Any) -> Any:
             target: Any = references[0]() or references[1]()

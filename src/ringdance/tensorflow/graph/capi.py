@@ -238,7 +238,7 @@ def register(
     """Register a stateful operation with a CPU kernel.
 
     Note [Kernels]: For each kernel, TensorFlow keeps only a number that identifies its ``text`` attribute.
-    Numbers need no release, which matters because TensorFlow deletes the last kernels after Python has exited.
+    Numbers need not be released. This matters because TensorFlow deletes the last kernels after Python's exit.
 
     Args:
         name: Name of the operation.
