@@ -57,7 +57,7 @@ class _Distributed(Wrapped):
     _by_hand = False  # True if synchronize() has been called since the last step.
 
     def _connect(self) -> None:
-        """Create the exchange and watch the parameters. All ranks connect their optimizers in the same order."""
+        """Create the exchange and watch the parameters. All ranks must connect optimizers in the same order."""
         options, engine = self._options, session.engine()
         bind([options.process_set])  # A copy may come from another job.
         self._connected = True

@@ -238,7 +238,7 @@ def register(
     """Register a stateful operation with a CPU kernel.
 
     Note [Kernels]: For each kernel, TensorFlow keeps only a number that identifies its ``text`` attribute.
-    Numbers need not be released. This matters because TensorFlow deletes the last kernels after Python's exit.
+    Numbers need not be released. This matters because TensorFlow deletes the last kernels after Python exits.
 
     Args:
         name: Name of the operation.
