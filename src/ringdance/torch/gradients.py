@@ -260,7 +260,7 @@ class Gradients:
         return views
 
     def write_back(self, indices: Sequence[int], union: bytes) -> None:
-        """Copy back the results of gradients that were reduced in a copy. Convert sparse gradients back."""
+        """Copy back results that were reduced in a copy. Gradients that were sparse become sparse again."""
         if (sent := self._sent.pop(tuple(indices), None)) is not None:
             self._write_sent(indices, *sent)
         if self._copies:

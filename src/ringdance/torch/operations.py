@@ -1,6 +1,6 @@
 """The collective functions on torch tensors, with Horovod's names, argument order and results.
 
-Unlike Horovod, all functions accept bfloat16, uint8, int8, int16, unsigned, complex and bool tensors.
+Unlike in Horovod, all functions accept bfloat16, uint8, int8, int16, unsigned, complex and bool tensors.
 Non-contiguous tensors are copied first, except by in-place operations, which raise an error for them.
 
 The arguments documented for ``allreduce`` have the same meaning in all functions. ``name`` is the key that

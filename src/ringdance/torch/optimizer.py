@@ -57,7 +57,7 @@ class _Distributed(Wrapped):
     _by_hand = False  # True if synchronize() has been called since the last step.
 
     def _connect(self) -> None:
-        """Create the exchange and watch the parameters. All ranks must connect optimizers in the same order."""
+        """Create the exchange and watch the parameters. All ranks must call this in the same order."""
         options, engine = self._options, session.engine()
         bind([options.process_set])  # A copy may come from another job.
         self._connected = True
@@ -122,7 +122,7 @@ class _Distributed(Wrapped):
 
     @compiler_disable
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Set the number of backward passes before each exchange of gradients. Call this between steps."""
+        """Set the number of backward passes per exchange of gradients. Call this only between steps."""
         super().set_backward_passes_per_step(passes)
         self._prepare()
         if self._exchange is not None:

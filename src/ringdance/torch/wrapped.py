@@ -57,7 +57,7 @@ class OptimizerOptions:
         scales_of(self.operation, self.predivide)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "given": {}}  # It has parameters outside the copy.
+        return {**self.__dict__, "given": {}}  # It contains parameters that are not copied.
 
 
 class Wrapped:
@@ -88,7 +88,7 @@ class Wrapped:
         return _blank, type(self).__bases__, self.__getstate__()
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Set the number of backward passes before each exchange of gradients. Has no effect for Adasum."""
+        """Set the number of backward passes per exchange of gradients. Has no effect for Adasum."""
         check_passes(passes)
         self._options.passes = passes
 

@@ -193,7 +193,7 @@ class EngineGroup(dist.ProcessGroup):  # type: ignore[misc]
         self, source: Array, splits: list[int], expected: list[int], outputs: Tensors, opts: Any,
         pattern: str, targets: list[Array] | None = None, finish: Finish | None = None,
     ) -> Any:
-        """Send parts of the flat ``source``, and receive the number ``expected`` of elements per rank."""
+        """Send parts of the flat ``source`` to the ranks, and receive ``expected`` elements from each."""
         finish = finish or (lambda results: distribute(results[0], outputs))
         rows = [np.array(splits, np.int64)]
         return self._start(

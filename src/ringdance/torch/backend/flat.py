@@ -27,7 +27,7 @@ def shapes_of(tensors: Tensors) -> str:
 
 
 def bytes_note(tensors: Tensors) -> str:
-    """Return the dtypes of tensors that are sent as bytes, because the engine cannot compare these dtypes."""
+    """Return the dtypes of tensors that are sent as bytes. The engine itself cannot compare these dtypes."""
     return "".join(f" {one.dtype}" for one in tensors if one.element_size() == 1)
 
 

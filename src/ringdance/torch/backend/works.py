@@ -135,10 +135,10 @@ class GroupWork(dist.Work):
         return True
 
     def _give_up(self, given: float) -> None:
-        """Raise DistBackendError after ``given`` seconds. If it is 0, the group's timeout has passed: fail.
+        """Raise DistBackendError after ``given`` seconds or, if it is 0, make the group fail.
 
-        The request is still in flight and uses the caller's memory, and a late peer would match it with a
-        later call. Therefore, later calls cannot be trusted.
+        After the group's timeout, the request is still in flight and uses the caller's memory, and a late
+        peer would match it with a later call. Therefore, later calls cannot be trusted.
         """
         who = f"rank {self._engine.rank} ({self._engine.identity.host})"
         text = (
