@@ -76,7 +76,7 @@ class TensorFlowState(VariablesState):
 
 
 class TensorFlowKerasState:
-    """A ``ringdance.keras.elastic.KerasState``. ``backend`` is accepted and ignored."""
+    """A ``ringdance.keras.elastic.KerasState``. ``backend`` is accepted but has no effect."""
 
     def __new__(cls, model: Any, optimizer: Any = None, backend: Any = None, **kwargs: Any) -> Any:
         """Create the state. Keras is imported only here, not together with the TensorFlow binding."""

@@ -106,7 +106,7 @@ def stays(call: Call, tensors: Tensors, engine: Engine) -> bool:
 
 
 def any_by_torch(tensors: Tensors) -> bool:
-    """Return True if torch's communicator exchanges tensors on the same type of device as the first tensor."""
+    """Return True if torch's communicator exchanges tensors on the first tensor's device type."""
     return bool(tensors) and _by_torch.get(tensors[0].device.type, False)
 
 

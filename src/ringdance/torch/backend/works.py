@@ -75,7 +75,7 @@ class GroupWork(dist.Work):
         targets: Memory for the results. Results in other memory are copied to it.
         tensors: The call's outputs.
         finish: Called once with the results, in a step of the engine. May raise.
-        timeout: Timeout of ``wait`` in seconds. After that, this call and all later ones fail on all ranks.
+        timeout: Timeout of ``wait`` in seconds. After that, this and all later calls fail on all ranks.
         expected: Number of elements expected from each rank (alltoall only).
     """
 

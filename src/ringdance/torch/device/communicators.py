@@ -55,7 +55,7 @@ def group_of(store: Any, rank: int, size: int, device: torch.device, timeout: ti
         return dist.ProcessGroupGloo(store, rank, size, NO_TIMEOUT)
     options = filled(dist.ProcessGroupNCCL.Options(), _timeout=timeout)
     # By default, NCCL connects an algorithm's channels in the first call that uses it, and the host then
-    # waits for the peers. But a rank launches a bucket before it knows whether its peers will launch it too.
+    # waits for the peers. But a rank launches a bucket before it knows whether its peers will do so.
     # See Note [Direct buckets].
     # On errors, only abort the communicator. By default, torch also terminates the process.
     with _environment(NCCL_RUNTIME_CONNECT="0", TORCH_NCCL_ASYNC_ERROR_HANDLING="2"):
@@ -67,9 +67,9 @@ def group_of(store: Any, rank: int, size: int, device: torch.device, timeout: ti
 
 @contextlib.contextmanager
 def _environment(**values: str) -> Iterator[None]:
-    """Set environment variables that the user has not set, only within the block.
+    """Within the block, set environment variables that the user has not set.
 
-    Other process groups of the user would read them, too.
+    They are unset afterwards, because other process groups of the user would also read them.
     """
     missing = [name for name in values if name not in os.environ]
     os.environ.update({name: values[name] for name in missing})

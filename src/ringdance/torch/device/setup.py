@@ -32,7 +32,7 @@ def make_exchange(exchange: Exchange, kind: str) -> Steps:
     on_thread, device = exchange.context.on_thread, torch.device(kind)
     if kind != "cpu":
         module = module_of(device)
-        place = session.engine().local_rank % module.device_count()  # If this rank has joined.
+        place = session.engine().local_rank % module.device_count()  # Used if this rank has joined.
         device = _last.get(kind, torch.device(kind, place))  # This thread's current device is the first GPU.
         about = module.get_device_properties(device)
         yield from _check_devices(exchange, str(getattr(about, "uuid", device.index)))

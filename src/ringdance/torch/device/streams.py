@@ -36,7 +36,7 @@ def mark(tensor: Tensor) -> Any:
 
 
 def wait_on_host(event: Any, seconds: float = 60.0) -> None:
-    """Make the host wait for an event, if any. The time is limited in case a peer is lost."""
+    """Make the host wait for an event, if any. The wait is limited, because a peer may be lost."""
     until = time.monotonic() + seconds
     while event is not None and not event.query() and time.monotonic() < until:
         time.sleep(1e-4)
