@@ -143,7 +143,7 @@ class _Ahead:
 
 
 def _measuring(fit: Callable[..., Any]) -> Callable[..., Any]:
-    """Return Keras's ``fit``, extended to read a watched loader as a generator."""
+    """Return an extended version of Keras's ``fit``, which reads a watched loader as a generator."""
 
     @functools.wraps(fit)
     def measured(*args: Any, **options: Any) -> Any:

@@ -53,7 +53,7 @@ _order = UseOrder()
 
 
 class GradientReduction:
-    """Reduces an optimizer's gradients, in one exchange per step.
+    """Reduces the gradients of an optimizer, in one exchange per step.
 
     Args:
         name: Name of the exchanges, the same on all ranks. Optimizers with the same name are numbered in the

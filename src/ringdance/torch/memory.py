@@ -124,7 +124,7 @@ def from_array(array: Array) -> torch.Tensor:
 
 
 def check_in_place(tensor: torch.Tensor) -> None:
-    """Raise ArgumentError if a tensor's memory cannot be written to as one block."""
+    """Raise ArgumentError if a tensor's memory cannot be written to as one contiguous block."""
     if not tensor.is_contiguous():
         raise ArgumentError(
             f"An in-place operation needs a contiguous tensor, but this tensor has strides {tensor.stride()} "

@@ -229,7 +229,7 @@ def names_of(
     names = [name for name, _ in pairs]
     doubled = sorted(name for name, times in Counter(names).items() if times > 1)
     if doubled:
-        raise ArgumentError(f"named_parameters: names must be unique, but it repeats {', '.join(doubled)}.")
+        raise ArgumentError(f"named_parameters contains duplicate names: {', '.join(doubled)}.")
     by_id: dict[int, tuple[str, Tensor]] = {}
     for name, parameter in pairs:
         by_id.setdefault(id(parameter), (name, parameter))

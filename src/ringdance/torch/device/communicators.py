@@ -19,7 +19,7 @@ from ringdance.errors import RankLostError
 from ringdance.training import session
 
 dist: Any = torch.distributed  # Its type stubs lack names that are used here.
-_FIRST_CALL = timedelta(minutes=5)  # How long ranks may take to connect.
+_FIRST_CALL = timedelta(minutes=5)  # Time limit for the ranks to connect.
 # TIMEOUT limits an exchange between GPUs that all ranks have enqueued. For other exchanges, and with gloo,
 # the engine finds missing ranks.
 TIMEOUT, NO_TIMEOUT = timedelta(minutes=10), timedelta(days=365)
@@ -43,7 +43,7 @@ def nccl_built() -> int:
 
 
 def filled(options: Any, **values: Any) -> Any:
-    """Return one of torch's option objects after setting its attributes."""
+    """Set attributes of one of torch's option objects, and return the object."""
     for name, value in values.items():
         setattr(options, name, value)
     return options

@@ -86,5 +86,5 @@ def direct_exchange(engine: Engine, set_id: int, kind: str, name: str) -> TorchE
             raise engine.end.error()
         time.sleep(1e-3)
     exchange = connected.result()
-    state.exchange.devices = {**state.exchange.devices, name: exchange}  # Not modified in place: the engine may be reading.
+    state.exchange.devices = {**state.exchange.devices, name: exchange}  # The engine thread may be reading.
     return exchange
