@@ -105,7 +105,7 @@ def pass_options(optimizer: Any, passes: int, average: bool) -> dict[str, Any]:
     if inner.gradient_accumulation_steps not in (None, passes):
         raise ArgumentError(
             f"backward_passes_per_step={passes}, but the optimizer has gradient_accumulation_steps="
-            f"{inner.gradient_accumulation_steps}. Set only one of them."
+            f"{inner.gradient_accumulation_steps}. Set only one of the two."
         )
     if inner.built and not inner.gradient_accumulation_steps:
         raise ArgumentError(

@@ -18,7 +18,9 @@ def check_dtypes(name: str, outputs: Tensors, inputs: Tensors) -> None:
     """Raise ValueError if an output and its input have different dtypes."""
     for output, source in zip(outputs, inputs, strict=True):
         if output.dtype is not source.dtype:
-            raise ValueError(f"{name}: output and input have dtypes {output.dtype} and {source.dtype}.")
+            raise ValueError(
+                f"{name}: the output has dtype {output.dtype}, but the input has dtype {source.dtype}."
+            )
 
 
 def shapes_of(tensors: Tensors) -> str:

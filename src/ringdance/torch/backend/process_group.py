@@ -283,7 +283,7 @@ class ProcessGroup(EngineGroup):
         if state is None or not 0 <= tag < _TAGS:
             raise ValueError(
                 f"{verb}: the group must have two or more ranks, and the tag must be in [0, {_TAGS}), but "
-                f"got {tag}."
+                f"got tag={tag}."
             )
         if rank is not None and (not 0 <= rank < self.size() or rank == self.rank()):
             raise ValueError(f"{verb}: rank {rank} is not another rank in this group of {self.size()} ranks.")
