@@ -10,11 +10,11 @@
     ]
     if hvd.rank() == 0:
         callbacks.append(keras.callbacks.ModelCheckpoint("model.keras"))
-    x, y = hvd.shard(len(x), ends="pad").take(x, y)  # This rank's share, of equal length on all ranks.
+    x, y = hvd.shard(len(x), ends="pad").take(x, y)  # This rank's share, equally long on all ranks.
     model.fit(x, y, callbacks=callbacks, verbose=int(hvd.rank() == 0))
 """
 
-from ringdance.training.exports import *  # isort: skip  # First, because some names are replaced below.
+from ringdance.training.exports import *  # isort: skip  # Must come first: some names are redefined below.
 
 from ringdance.keras import callbacks as callbacks
 from ringdance.keras import elastic as elastic

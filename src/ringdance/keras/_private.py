@@ -1,7 +1,7 @@
-"""Private Keras names that the binding uses or overrides, the reason for each, and the behavior without it.
+"""All private names of Keras that the binding uses or overrides, with the reason and the fallback for each.
 
-Present in Keras 3.6 to 3.15 and in Keras 2 (tf_keras) 2.16 to 2.21, which no longer changes. Each name is
-looked up when it is needed. The tests also cover the case in which it is missing.
+These names exist in Keras 3.6 to 3.15 and in Keras 2 (tf_keras) 2.16 to 2.21, which no longer changes. They
+are looked up when they are needed. The tests also cover the case that a name is missing.
 """
 
 from __future__ import annotations
@@ -14,37 +14,37 @@ from typing import Any
 from ringdance.errors import ArgumentError
 from ringdance.keras.library import KERAS2, keras
 
-# Optimizer._backend_apply_gradients and ._clip_gradients: overridden here; Keras calls them with an update's
-# variables and gradients. Optimizer._iterations: counts the steps, not the updates. Without these names,
-# gradient accumulation is refused.
+# Optimizer._backend_apply_gradients and ._clip_gradients: overridden by the binding. Keras calls them with
+# the variables and gradients of an update. Optimizer._iterations: counts steps, not updates. If a name is
+# missing, gradient accumulation raises an error.
 _ACCUMULATION = ("_backend_apply_gradients", "_clip_gradients", "_iterations")
 
 
 def check_accumulation(optimizer: Any) -> None:
-    """Raise ArgumentError if this Keras accumulates gradients in an unknown way."""
+    """Raise ArgumentError if this version of Keras accumulates gradients in an unknown way."""
     missing = [name for name in _ACCUMULATION if not hasattr(optimizer, name)]
     if missing:
         raise ArgumentError(
             f"Ringdance does not know how Keras {keras.__version__} accumulates gradients (it has no "
-            f"{', '.join(missing)}). Use another version, or one pass per step."
+            f"{', '.join(missing)}). Use a different version of Keras, or one pass per step."
         )
 
 
 def accumulators(optimizer: Any) -> list[Any]:
     """Return the variables in which an optimizer accumulates gradients.
 
-    Optimizer._accumulated_gradients: without this name, infinities stay in these variables on torch, where
-    Keras resets them by multiplying by zero.
+    Optimizer._accumulated_gradients: if the name is missing, infinities remain in these variables on torch,
+    because Keras resets them there by multiplication with zero.
     """
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     return [variable for variable in getattr(inner, "_accumulated_gradients", ()) if variable is not None]
 
 
 def trainable_variables(optimizer: Any, otherwise: list[Any] | None = None) -> list[Any]:
-    """Return the variables that an optimizer was built for, in the order of its gradients, or ``otherwise``.
+    """Return the variables that an optimizer was built for, in the order of its gradients.
 
-    Optimizer._trainable_variables: the variables that ``apply()`` uses if none are passed. Without this name,
-    an error asks for them.
+    Returns ``otherwise`` if there are none. Optimizer._trainable_variables: the variables that ``apply()``
+    uses if none are passed. If the name is missing, an error asks for them.
     """
     if variables := getattr(optimizer, "_trainable_variables", None):
         return list(variables)
@@ -58,18 +58,18 @@ def trainable_variables(optimizer: Any, otherwise: list[Any] | None = None) -> l
 def layers_in(model: Any) -> list[Any]:
     """Return a model's layers, including nested layers.
 
-    Model._flatten_layers: also yields the layers inside layers. Without this name, nested layers are assumed
-    to have created their variables already.
+    Model._flatten_layers: also yields nested layers. If the name is missing, nested layers are assumed to
+    have already created their variables.
     """
     flatten = getattr(model, "_flatten_layers", None)
     return list(model.layers if flatten is None else flatten(include_self=False, recursive=True))
 
 
 def without_xla(has_exchange: Callable[[Any], bool]) -> None:
-    """Make ``jit_compile="auto"`` mean False for models whose TensorFlow step exchanges gradients.
+    """Make ``jit_compile="auto"`` mean False for models whose TensorFlow train step exchanges gradients.
 
-    Trainer._resolve_auto_jit_compile: XLA cannot compile an exchange between ranks into a TensorFlow step.
-    Without this name, an error raised while the step is traced asks for ``jit_compile=False``.
+    Trainer._resolve_auto_jit_compile: overridden, because XLA cannot compile an exchange between ranks. If
+    the name is missing, an error that is raised when the step is traced asks for ``jit_compile=False``.
     """
     trainer: Any = getattr(sys.modules.get("keras.src.trainers.trainer"), "Trainer", None)
     resolve = getattr(trainer, "_resolve_auto_jit_compile", None)
@@ -86,10 +86,11 @@ def without_xla(has_exchange: Callable[[Any], bool]) -> None:
 
 
 def register_as(made: type, name: str) -> None:
-    """Let Keras save objects of a class under another class's registered name.
+    """Let Keras save objects of a class under the registered name of another class.
 
-    object_registration.GLOBAL_CUSTOM_NAMES: Keras's own function would register the class under both names.
-    Without this name, a model is saved with the new class's name and needs ``custom_objects`` to be loaded.
+    object_registration.GLOBAL_CUSTOM_NAMES: used because Keras's public function would also register the
+    class under its own name. If the name is missing, a model is saved with the name of the new class, and
+    ``custom_objects`` is needed to load it.
     """
     module = sys.modules.get(f"{keras.__name__}.src.saving.object_registration")
     getattr(module, "_GLOBAL_CUSTOM_NAMES" if KERAS2 else "GLOBAL_CUSTOM_NAMES", {})[made] = name

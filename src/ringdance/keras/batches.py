@@ -1,4 +1,4 @@
-"""Loaders in the form that Keras reads in ``model.fit``."""
+"""Loaders as Keras sequences, which ``model.fit`` can read."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _Sequence: Any = keras.utils.Sequence if KERAS2 else keras.utils.PyDataset
 
 
 class _Epochs(keras.callbacks.Callback):  # type: ignore[misc]
-    """Sets the loader's epoch to the epoch of ``fit``. The first epoch keeps its position."""
+    """Sets the loader's epoch to the epoch of ``fit``. The first epoch starts at the loader's position."""
 
     def __init__(self, loader: Any) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class _Epochs(keras.callbacks.Callback):  # type: ignore[misc]
         if epoch != self._loader.plan.epoch:
             self._loader.set_epoch(epoch)
         steps = self.params.get("steps")
-        if steps != len(self._loader):  # Keras reads the length once, when fit starts.
+        if steps != len(self._loader):  # Keras reads the length only once, when fit starts.
             raise ArgumentError(
                 f"fit() expects {steps} batches per epoch, but epoch {epoch} has {len(self._loader)} left. "
                 "To resume in the middle of an epoch, finish it in a separate fit() call with "
@@ -43,14 +43,14 @@ class _Epochs(keras.callbacks.Callback):  # type: ignore[misc]
 
 
 class _Measurement(keras.callbacks.Callback):  # type: ignore[misc]
-    """Measures for ``ringdance bench input``. ``fit`` may read in a thread, but steps end in the main one."""
+    """Measures for ``ringdance bench input``. Steps end in the main thread, even if a thread reads data."""
 
     steps = 1 << 30  # Length of the single epoch.
 
     def __init__(self, loader: WatchedLoader) -> None:
         super().__init__()
         self._loader = loader
-        self._sizes: deque[int] = deque()  # Sizes of the batches that were read but not yet trained with.
+        self._sizes: deque[int] = deque()  # Sizes of batches that were read but not yet used.
 
     def batches(self) -> Iterator[Any]:
         """Yield batches forever."""
@@ -61,7 +61,7 @@ class _Measurement(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_train_begin(self, logs: Any = None) -> None:
         if self._loader.part == "loader":
-            for _ in self._loader:  # The loader itself ends the script.
+            for _ in self._loader:  # The loader ends the script.
                 pass
         self._loader.begin()
 
@@ -70,14 +70,14 @@ class _Measurement(keras.callbacks.Callback):  # type: ignore[misc]
 
 
 class BatchSequence(_Sequence):  # type: ignore[misc]
-    """A ``keras.utils.PyDataset`` that must be read in order. The loader functions return it.
+    """A ``keras.utils.PyDataset`` that must be read in order. The functions in ``loaders`` return it.
 
     Args:
-        loader: Yields ``ringdance.data.Batch`` or ``TableBatch``.
-        inputs: Returns the model's input from a batch.
+        loader: Loader of ``ringdance.data.Batch`` or ``TableBatch`` objects.
+        inputs: Function that returns the model's input for a batch.
 
     Attributes:
-        loader: The loader passed as argument.
+        loader: The loader that was passed as an argument.
         callback: Callback for ``fit`` that gives each epoch its own order.
     """
 
@@ -90,7 +90,7 @@ class BatchSequence(_Sequence):  # type: ignore[misc]
         self._next = 0
 
     def set_epoch(self, epoch: int, position: int = 0) -> None:
-        """Choose the epoch, and the number of its samples to skip. Call it before ``fit``."""
+        """Set the epoch, and the number of its samples to skip. Call this before ``fit``."""
         self.loader.set_epoch(epoch, position)
 
     def position_after(self, batches: int) -> int:
@@ -104,7 +104,7 @@ class BatchSequence(_Sequence):  # type: ignore[misc]
         """Return a batch: inputs, labels (n,), and weights (n,) as float32.
 
         Raises:
-            ArgumentError: ``index`` is neither 0 nor the index after the previous batch's.
+            ArgumentError: ``index`` is neither 0 nor the index that follows the previous batch.
         """
         if index == 0:
             self.loader.leave()
@@ -124,7 +124,7 @@ class BatchSequence(_Sequence):  # type: ignore[misc]
 
 
 class _Ahead:
-    """An epoch of a PyDataset, read by as many threads as the PyDataset has workers."""
+    """Reads an epoch of a PyDataset in threads, one for each of the PyDataset's workers."""
 
     def __init__(self, data: Any) -> None:
         self._data = data
@@ -143,7 +143,7 @@ class _Ahead:
 
 
 def _measuring(fit: Callable[..., Any]) -> Callable[..., Any]:
-    """Return Keras's ``fit``, extended to read a watched loader as a generator."""
+    """Return an extended version of Keras's ``fit``, which reads a watched loader as a generator."""
 
     @functools.wraps(fit)
     def measured(*args: Any, **options: Any) -> Any:

@@ -23,12 +23,12 @@ __all__ = [
     "LearningRateWarmupCallback", "MetricAverageCallback",
 ]
 
-_PATHS = {"ModelCheckpoint": "filepath", "BackupAndRestore": "backup_dir"}  # Each callback's path attribute.
+_PATHS = {"ModelCheckpoint": "filepath", "BackupAndRestore": "backup_dir"}  # Path attributes of callbacks.
 _PATHS |= {"CSVLogger": "filename", "TensorBoard": "log_dir"}
 
 
 def _written() -> dict[str, str]:
-    """Return the paths that this rank's callbacks of the running ``fit`` write to: path to callback name."""
+    """Return the paths to which callbacks of the current ``fit`` write on this rank, with callback names."""
     callers = [frame.f_locals.get("self") for frame, _ in traceback.walk_stack(None)]
     lists = [caller.callbacks for caller in callers if isinstance(caller, keras.callbacks.CallbackList)]
     return {
@@ -39,14 +39,14 @@ def _written() -> dict[str, str]:
 
 
 def _check_written(everywhere: list[dict[str, str]]) -> None:
-    """Raise an error or warn if several ranks of a host write to the same path."""
+    """Raise an error or warn if several ranks on a host write to the same path."""
     engine = session.engine()
     users: dict[tuple[str, str, str], list[int]] = {}
     for rank, written in enumerate(everywhere):
         for place in written.items():
             users.setdefault((*place, engine.hosts[rank]), []).append(rank)
     for (path, name, host), ranks in users.items():
-        text = f"{name} writes to {path} on ranks {ranks} of {host}, which overwrite each other's files. "
+        text = f"{name} writes to {path} on ranks {ranks} of {host}, so they overwrite each other's files. "
         if len(ranks) > 1 and name == "BackupAndRestore":
             raise ArgumentError(text + _EACH_ITS_OWN)
         if len(ranks) > 1 and engine.rank == ranks[0]:
@@ -64,15 +64,15 @@ _EACH_ITS_OWN = (
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignore[misc]
     """Broadcasts the root's model and optimizers when training starts or resumes from a checkpoint.
 
-    The broadcast happens before the first step. It is repeated after that step if, on some rank, a layer or
-    an optimizer had no variables before. This can happen with layers that a subclassed model has not called
-    yet, and with optimizers that it holds as attributes. Put this callback first in the list. It warns if
+    The broadcast happens before the first step. It is repeated after that step if a layer or an optimizer on
+    some rank had no variables before. This is possible for layers that a subclassed model has not called
+    yet, and for optimizers that a model has as attributes. Put this callback first in the list. It warns if
     callbacks on several ranks of a host write to the same path.
 
     Args:
         root_rank: Global rank of the root.
-        device: Accepted and ignored.
-        local_variables: Variables to skip.
+        device: Accepted but has no effect.
+        local_variables: Variables that are not broadcast.
     """
 
     def __init__(
@@ -88,10 +88,10 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
         self._local.append(var)
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Broadcast the variables that all ranks have.
+        """Broadcast the variables that exist on all ranks.
 
         Raises:
-            ArgumentError: Ranks of one host share a directory for ``BackupAndRestore``. Raised on all ranks.
+            ArgumentError: Ranks on one host share a directory for ``BackupAndRestore``. Raised on all ranks.
         """
         if self._done:
             return
@@ -126,10 +126,10 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
 
 
 class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]
-    """Averages an epoch's metrics over the ranks, for later callbacks.
+    """Averages the metrics of an epoch over the ranks, for callbacks that come later in the list.
 
     Args:
-        device: Accepted and ignored.
+        device: Accepted but has no effect.
     """
 
     def __init__(self, device: str = "") -> None:
@@ -147,26 +147,26 @@ class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]
         for rank, metrics in enumerate(everywhere):
             if set(metrics) != set(everywhere[0]):
                 raise MismatchError(
-                    f"MetricAverageCallback: rank 0 has the metrics {sorted(everywhere[0])}, rank {rank} "
+                    f"MetricAverageCallback: rank 0 has the metrics {sorted(everywhere[0])}, but rank {rank} "
                     f"({session.engine().hosts[rank]}) has {sorted(metrics)}. Use the same metrics and "
-                    "validation data on all ranks, and put callbacks that add to the logs on all of them."
+                    "validation data on all ranks, and use callbacks that add to the logs on all ranks."
                 )
         for name in sorted(logs):
             logs[name] = sum(metrics[name] for metrics in everywhere) / len(everywhere)
 
 
 class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):  # type: ignore[misc]
-    """Saves the model whenever the monitored metric is the best so far. Only rank 0 writes.
+    """Saves the model whenever the monitored metric is the best so far. Only rank 0 writes the file.
 
-    Put ``MetricAverageCallback`` before it, so that all ranks see the same metric.
+    Put ``MetricAverageCallback`` before it, so that all ranks have the same value of the metric.
 
     Args:
         monitor: Name of the metric.
-        verbose: 1 prints a line on each save.
-        save_weights_only: Save weights instead of the model.
+        verbose: If 1, print a line for each save.
+        save_weights_only: If True, save only the weights instead of the whole model.
         mode: "min", "max" or "auto".
         save_freq: "epoch", or a number of batches.
-        filepath: Path to save to. May be set later as an attribute.
+        filepath: Path to save to. Can also be set later, as an attribute.
     """
 
     def __init__(
@@ -183,7 +183,7 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):  # type: ignore[misc
 
     def _save_model(self, epoch: int, batch: Any, logs: Any) -> None:
         if self.filepath is None:
-            raise ArgumentError("BestModelCheckpoint needs a path: set its attribute filepath.")
+            raise ArgumentError("BestModelCheckpoint needs a path. Set its attribute filepath.")
         if session.engine().rank == 0:
             super()._save_model(epoch, batch, logs)
 
@@ -191,17 +191,18 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):  # type: ignore[misc
 class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[misc]
     """Sets the learning rate to ``initial_lr * multiplier(epoch)`` from ``start_epoch`` until ``end_epoch``.
 
-    Each epoch's learning rate is written to its logs as ``lr``.
+    The learning rate of each epoch is written to the epoch's logs as ``lr``.
 
     Args:
         initial_lr: The base learning rate, which is multiplied by ``multiplier(epoch)``.
-        multiplier: A function of the epoch, or a constant c, meaning ``c ** (epoch - start_epoch)``.
-        start_epoch: The first epoch in which this callback acts.
-        end_epoch: The first epoch in which it no longer acts. None means no end.
-        staircase: If True, set the rate once at the beginning of each epoch. Otherwise set it in each batch,
+        multiplier: A function of the epoch, or a constant c, which means ``c ** (epoch - start_epoch)``.
+        start_epoch: The first epoch in which the callback sets the rate.
+        end_epoch: The first epoch in which it no longer sets the rate. None means no end.
+        staircase: If True, set the rate once at the beginning of each epoch. Otherwise, set it in each batch,
             with a fractional epoch.
         momentum_correction: Passed to ``set_learning_rate``.
-        steps_per_epoch: Steps per epoch. Needed for ``staircase=False`` if ``fit`` does not know it.
+        steps_per_epoch: Number of steps per epoch. Required for ``staircase=False`` if ``fit`` does not know
+            the number.
 
     Raises:
         ArgumentError: ``initial_lr`` is None, or the number of steps per epoch is not known.
@@ -240,11 +241,11 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
             )
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Store the epoch."""
+        """Store the number of the epoch."""
         self.current_epoch = epoch
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Set the learning rate: with ``staircase`` in the epoch's first batch, otherwise in each batch."""
+        """Set the learning rate in each batch or, with ``staircase``, in the first batch of the epoch."""
         epoch = self.current_epoch
         if epoch < self.start_epoch or (self.end_epoch is not None and epoch >= self.end_epoch):
             return
@@ -266,14 +267,14 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
 class LearningRateWarmupCallback(LearningRateScheduleCallback):
     """Raises the learning rate from ``initial_lr / size`` to ``initial_lr``, batch by batch.
 
-    With ``steps_per_execution``, all steps of one execution have the rate of its first step.
+    With ``steps_per_execution``, all steps of an execution use the rate of its first step.
 
     Args:
-        initial_lr: The rate for all ranks together: one process's rate times the number of ranks.
+        initial_lr: The rate for all ranks together: the rate for a single process times the number of ranks.
         warmup_epochs: Duration of the warm-up in epochs.
         momentum_correction: Passed to ``set_learning_rate``.
         steps_per_epoch: Passed to ``LearningRateScheduleCallback``.
-        verbose: 1 prints a line on rank 0 at the end.
+        verbose: If 1, rank 0 prints a line at the end of the warm-up.
     """
 
     def __init__(
@@ -297,7 +298,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Write the learning rate to the logs. At the end of the warm-up, set the full rate and print it."""
         if epoch == math.ceil(self.warmup_epochs) - 1:
-            # The last batch may not have been the first of an execution with several steps.
+            # The rate of the last batch is not set if an execution of several steps began before that batch.
             self.model.optimizer.learning_rate = self.initial_lr
             if self.verbose > 0 and session.engine().rank == 0:
                 print(f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to {self.initial_lr:g}.")

@@ -1,6 +1,6 @@
 """Elastic training with Keras: the state of a model, and callbacks that commit it within ``fit``.
 
-``ringdance.training.elastic`` describes what is saved and restored, and when.
+See ``ringdance.training.elastic`` for what is saved and restored, and when.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ T = TypeVar("T")
 def run(func: Callable[..., T]) -> Callable[..., T]:
     """Decorate a training function whose first argument is a state.
 
-    Collectives may also fail within a compiled step, where the backend raises its own errors.
+    Training also continues after a collective has failed in a compiled step, where the backend raises its
+    own errors.
     """
     backend = keras.backend.backend()
     if backend == "tensorflow":
@@ -45,8 +46,8 @@ class KerasState(VariablesState):
 
     Args:
         model: A model whose weights have been created.
-        optimizer: An optimizer. Default: the optimizer that the model was compiled with, and the optimizers
-            that the model holds as attributes.
+        optimizer: An optimizer. The default is the optimizer with which the model was compiled. Optimizers
+            that the model has as attributes are always included.
         kwargs: Further attributes. See ``ObjectState``.
 
     Raises:
@@ -58,7 +59,7 @@ class KerasState(VariablesState):
             raise ArgumentError("KerasState needs a model that has weights. Call model.build(shape) first.")
         self.model = model
         self.optimizer = optimizer if optimizer is not None else getattr(model, "optimizer", None)
-        is_complete(model, self.optimizer)  # The state includes an optimizer's momentum from the start.
+        is_complete(model, self.optimizer)  # Creates variables such as momentum, so that they are saved.
         super().__init__(**kwargs)
 
     def _variables(self) -> list[Any]:
@@ -75,11 +76,11 @@ class KerasState(VariablesState):
         if late:
             raise ArgumentError(
                 f"KerasState: {len(late)} variables were created after the state was saved. Call the model "
-                "on a batch before KerasState(model)."
+                "on a batch before you create KerasState(model)."
             )
         for variable, array in zip(self._saved, values, strict=True):
             variable.assign(array)
-        # New variables hold the momentum of an optimizer that had not been built. It starts at zero.
+        # New variables belong to an optimizer that had not been built, such as momentum. They start at zero.
         for variable in new_variables:
             variable.assign(np.zeros_like(read(variable)))
         self._drop_gradients()
@@ -89,7 +90,7 @@ class KerasState(VariablesState):
         self._drop_gradients()
 
     def _drop_gradients(self) -> None:
-        """Drop the failed step's gradient sums. In Keras 3, sums over passes are optimizer variables."""
+        """Discard the failed step's gradient sums, except Keras 3's own, which are optimizer variables."""
         if KERAS2:
             importlib.import_module("ringdance.tensorflow.passes").reset_sums()
         elif keras.backend.backend() == "torch":
@@ -98,7 +99,7 @@ class KerasState(VariablesState):
 
 
 class _StateCallback(keras.callbacks.Callback):  # type: ignore[misc]
-    """A callback with a state."""
+    """Base class of callbacks that have a state."""
 
     def __init__(self, state: Any) -> None:
         super().__init__()
@@ -114,39 +115,39 @@ class CommitStateCallback(_StateCallback):
         self._next = 0
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Start counting."""
+        """Restart the count of batches."""
         self._next = self.batches_per_commit
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Commit every ``batches_per_commit`` batches, or after the execution in which they end."""
+        """Commit every ``batches_per_commit`` batches, or at the end of the execution that reaches them."""
         if self.batches_per_commit and batch + 1 >= self._next:
             self.state.commit()
             self._next = batch + 1 + self.batches_per_commit
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Commit."""
+        """Commit the state."""
         self.state.commit()
 
 
 class UpdateBatchStateCallback(_StateCallback):
-    """Keeps the batch number in ``state.batch``, 0 after an epoch. Put it before ``CommitStateCallback``."""
+    """Stores the batch number in ``state.batch``, or 0 after an epoch. Put it before CommitStateCallback."""
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Store the batch."""
+        """Store the batch number."""
         self.state.batch = batch
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Set the batch to 0."""
+        """Set the batch number to 0."""
         self.state.batch = 0
 
 
 class UpdateEpochStateCallback(_StateCallback):
-    """Keeps the number of finished epochs in ``state.epoch``, across restarts.
+    """Stores the number of finished epochs in ``state.epoch``, which is kept across restarts.
 
     Put it before ``CommitStateCallback``.
     Both ``fit(initial_epoch=state.epoch, epochs=n)`` and ``fit(epochs=n - state.epoch)`` train n epochs.
     """
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Count the epoch. ``epoch`` is not used, because Keras may count from 0 in each ``fit``."""
+        """Count an epoch. ``epoch`` is not used, because Keras may count from 0 in each call of ``fit``."""
         self.state.epoch += 1

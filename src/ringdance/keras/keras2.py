@@ -1,9 +1,10 @@
-"""Where a Keras 2 (``tf_keras``) optimizer reduces its gradients.
+"""Reduce the gradients of Keras 2 (``tf_keras``) optimizers.
 
-New optimizers (``optimizers.Optimizer``) and legacy ones (``optimizers.legacy.Optimizer``) have two hooks,
-with or without an underscore. ``fit()`` and ``minimize()`` call ``compute_gradients``. ``apply_gradients``
-calls ``aggregate_gradients``, and so does a ``LossScaleOptimizer`` before it checks for infinities. Gradients
-that the first hook has reduced are not reduced again in the second.
+New optimizers (``optimizers.Optimizer``) and legacy optimizers (``optimizers.legacy.Optimizer``) have two
+methods that can be overridden, with or without a leading underscore. ``fit()`` and ``minimize()`` call
+``compute_gradients``. ``apply_gradients`` calls ``aggregate_gradients``, and so does a ``LossScaleOptimizer``
+before it checks for infinities. Gradients that the first method has reduced are not reduced again by the
+second.
 """
 
 from __future__ import annotations
@@ -24,20 +25,20 @@ class Keras2Distributed(Distributed):
     _passes: int = 1
     _average: bool = False
 
-    # Created when needed, because from_config() creates objects of this class too. Keras's __setattr__ would
-    # track them.
+    # Created when needed, because from_config() also creates objects of this class. cached_property bypasses
+    # __setattr__, with which Keras would track the values.
     @cached_property
     def _agg_helper(self) -> PassSums | None:
-        """Sums of several passes. Scripts read its ``counter``."""
+        """Gradient sums over several passes, or None. Scripts read its ``counter``."""
         return PassSums(self._passes, self._average) if self._passes > 1 else None
 
     @cached_property
     def _reduced_in(self) -> set[Any]:
-        """Programs (None: eager execution) with reduced gradients that have not been applied yet."""
+        """Graphs (or None, for eager execution) with reduced gradients that have not been applied yet."""
         return set()
 
     def compute_gradients(self, loss: Any, var_list: Any, tape: Any = None) -> Pairs:
-        """Return (gradient, variable) pairs. Gradients are reduced over the ranks."""
+        """Return (gradient, variable) pairs with gradients that are reduced over the ranks."""
         return self._compute_gradients(loss, var_list, None, tape)
 
     def _compute_gradients(
@@ -52,7 +53,7 @@ class Keras2Distributed(Distributed):
         return self._reduce_pairs(pairs)
 
     def aggregate_gradients(self, grads_and_vars: Any) -> Pairs:
-        """Reduce over the ranks, after Keras has reduced over the devices of this process."""
+        """Reduce gradients over the ranks, after Keras has reduced them over the devices of this process."""
         base: Any = super()
         aggregate = getattr(base, "_aggregate_gradients", None) or base.aggregate_gradients
         pairs = list(aggregate(grads_and_vars))
@@ -64,7 +65,7 @@ class Keras2Distributed(Distributed):
         self, grads_and_vars: Any, name: str | None = None, skip_gradients_aggregation: bool = False,
         experimental_aggregate_gradients: bool = True,
     ) -> Any:
-        """Update the variables, but only in the last of several passes. ``iterations`` counts all passes."""
+        """Update the variables, but only in the last pass of a step. ``iterations`` counts all passes."""
         aggregate = experimental_aggregate_gradients and not skip_gradients_aggregation
         base: Any = super()
         pairs, sums = list(grads_and_vars), self._agg_helper
@@ -99,14 +100,14 @@ def _program() -> Any:
 
 
 def unwrapped(optimizer: Any) -> Any:
-    """Return the optimizer inside a LossScaleOptimizer, which delegates all gradient work to it."""
+    """Return the optimizer that reduces gradients: the inner optimizer if it is a LossScaleOptimizer."""
     if not isinstance(optimizer, keras.mixed_precision.LossScaleOptimizer):
         return optimizer
     return optimizer.inner_optimizer
 
 
 def front(base: type) -> type:
-    """Return the class to place before an optimizer's own class in the bases."""
+    """Return the mixin that precedes an optimizer's own class in the list of base classes."""
     return Keras2Distributed
 
 
@@ -117,9 +118,9 @@ def class_options(base: type) -> dict[str, Any]:
 
 
 def pass_options(optimizer: Any, passes: int, average: bool) -> dict[str, Any]:
-    """Return the options for this many passes."""
+    """Return the class attributes for this number of passes."""
     return {"_passes": passes, "_average": average}
 
 
 def adapt() -> None:
-    """Do nothing: Keras 2 needs no patch, because it calls its optimizers at all relevant points."""
+    """Do nothing. Keras 2 needs no patch, because it calls optimizer methods at all relevant points."""

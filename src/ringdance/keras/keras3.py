@@ -1,13 +1,13 @@
-"""Where a Keras 3 optimizer reduces its gradients.
+"""Reduce the gradients of Keras 3 optimizers, at these points:
 
 - In ``apply()``, before any other processing. ``fit()``, ``apply_gradients()`` and ``stateless_apply()`` all
   call it.
-- If ``gradient_accumulation_steps`` is set: where the accumulated gradients are clipped, once per update.
+- If ``gradient_accumulation_steps`` is set: where accumulated gradients are clipped, once per update.
 - In a ``LossScaleOptimizer``: before it checks for infinities, so that all ranks skip the same steps.
 
-Under ``mixed_float16``, ``compile()`` wraps a DistributedOptimizer in a LossScaleOptimizer, which checks for
-infinities in this rank's own gradients. We patch it to check all ranks: if only one rank skipped a step, the
-others would wait for its gradients.
+With ``mixed_float16``, ``compile()`` wraps a DistributedOptimizer in a LossScaleOptimizer, which checks only
+this rank's gradients for infinities. This module patches it to check all ranks, because if only one rank
+skipped a step, the other ranks would wait for its gradients.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Keras3Distributed(Distributed):
     _applied_to: tuple[Any, ...] = ()
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> Any:
-        """Reduce the gradients over the ranks, then update the variables with them."""
+        """Reduce the gradients over the ranks, and update the variables with the results."""
         gradients = list(grads)
         optimizer: Any = self
         targets = None if trainable_variables is None else list(trainable_variables)
@@ -59,7 +59,7 @@ class Keras3Distributed(Distributed):
         variables = self._applied_to
         if keras.backend.backend() != "jax":
             return self._reduce(gradients, variables)
-        # On JAX this runs in every step. Steps that only accumulate drop its result.
+        # On JAX, this runs in every step. Steps that only accumulate discard the result.
         optimizer: Any = self
         update = (optimizer._iterations + 1) % steps == 0
         return keras.ops.cond(
@@ -68,10 +68,10 @@ class Keras3Distributed(Distributed):
 
 
 class _ScalesLoss(Keras3Distributed):
-    """Reduces gradients in a LossScaleOptimizer, which on JAX does not go through ``apply``."""
+    """Reduces gradients in a LossScaleOptimizer, which does not call ``apply`` on JAX."""
 
     def stateless_apply(self, optimizer_variables: Any, grads: Any, trainable_variables: Any) -> Any:
-        """Return updated variables. Gradients are reduced over the ranks first."""
+        """Return the updated variables. The gradients are first reduced over the ranks."""
         variables = _private.trainable_variables(self)
         with keras.StatelessScope(state_mapping=zip(variables, trainable_variables, strict=True)):
             grads = self._reduce(list(grads), variables)
@@ -79,24 +79,24 @@ class _ScalesLoss(Keras3Distributed):
 
 
 def front(base: type) -> type:
-    """Return the class to place before an optimizer's own class in the bases."""
+    """Return the mixin that precedes an optimizer's own class in the list of base classes."""
     return _ScalesLoss if issubclass(base, keras.optimizers.LossScaleOptimizer) else Keras3Distributed
 
 
 def unwrapped(optimizer: Any) -> Any:
-    """Return the optimizer that reduces: the argument itself, even if it is a LossScaleOptimizer."""
+    """Return the optimizer that reduces gradients: the argument, even if it is a LossScaleOptimizer."""
     return optimizer
 
 
 def class_options(base: type) -> dict[str, Any]:
     """Return the attributes that make Keras save a subclass as ``base``."""
-    # On torch, the instance's class is derived from the public class.
+    # On torch, an optimizer's class is a subclass of the public class.
     public = [kind for kind in base.__mro__ if getattr(keras.optimizers, kind.__name__, None) is kind]
     return {"__module__": "keras.optimizers" if public else base.__module__}
 
 
 def pass_options(optimizer: Any, passes: int, average: bool) -> dict[str, Any]:
-    """Let Keras accumulate over ``passes``. Return the options that turn its mean into a sum, if needed."""
+    """Let Keras accumulate over ``passes``. Return options that convert its mean to a sum, if needed."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     if passes > 1 or inner.gradient_accumulation_steps:
         _private.check_accumulation(inner)
@@ -118,7 +118,7 @@ def pass_options(optimizer: Any, passes: int, average: bool) -> dict[str, Any]:
 
 @functools.cache
 def adapt() -> None:
-    """Patch Keras for distributed optimizers: check all ranks for infinities, and avoid XLA on TensorFlow."""
+    """Patch Keras for distributed optimizers: check all ranks for infinities, no XLA on TensorFlow."""
     scaler = keras.optimizers.LossScaleOptimizer
     check_finite = scaler.check_finite
 

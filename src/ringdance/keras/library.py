@@ -1,7 +1,7 @@
-"""The Keras in use: Keras 3, or Keras 2 (``tf_keras``) if the variable ``TF_USE_LEGACY_KERAS`` selects it.
+"""The Keras version in use: Keras 3, or Keras 2 (``tf_keras``) if ``TF_USE_LEGACY_KERAS`` selects it.
 
-All modules of this package import ``keras`` from here. This module hides the differences between the two,
-except the way in which an optimizer applies gradients, which is in ``keras3`` and ``keras2``.
+All modules of this package import ``keras`` from here. This module hides the differences between the two
+versions, except how an optimizer applies gradients (see ``keras3`` and ``keras2``).
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import numpy as np
 from ringdance.errors import pip_install
 from ringdance.training.gradients.compression import compression_for
 
-KERAS2 = os.environ.get("TF_USE_LEGACY_KERAS") in ("1", "true", "True")  # The values that TensorFlow accepts.
+KERAS2 = os.environ.get("TF_USE_LEGACY_KERAS") in ("1", "true", "True")  # As in TensorFlow.
 
 keras: Any
-ops: Any  # keras.ops. For Keras 2, the operations that are used here.
+ops: Any  # keras.ops or, for Keras 2, the subset of it that this package uses.
 optimizer_types: tuple[Any, ...]
 if KERAS2:
     try:
@@ -56,8 +56,8 @@ def number(value: Any) -> float:
 
 
 def forms(variable: Any) -> set[int]:
-    """Return the ids of a Keras variable and, on TensorFlow, its tf.Variable. Training loops use either."""
-    # On JAX a variable has no value while a step is compiled.
+    """Return the id of a Keras variable and, on TensorFlow, of its tf.Variable. Training loops use both."""
+    # On JAX, a variable has no value while a step is being compiled.
     both = not KERAS2 and keras.backend.backend() == "tensorflow" and isinstance(variable, keras.Variable)
     return {id(variable), id(variable.value if both else variable)}
 
@@ -77,7 +77,7 @@ def is_built(optimizer: Any) -> bool:
 
 
 def _floating_dtype(tensor: Any) -> Any:
-    """Return the tensor's data type if it is floating, otherwise None."""
+    """Return the tensor's dtype if it is a floating-point type, otherwise None."""
     return tensor.dtype if ops.is_tensor(tensor) and "float" in str(tensor.dtype) else None
 
 

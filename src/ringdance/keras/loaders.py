@@ -1,4 +1,4 @@
-"""Loaders for ``model.fit``."""
+"""Image and table loaders for ``model.fit``."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ def image_loader(dataset: Any, batch_size: int, **options: Any) -> BatchSequence
 
     All ranks must make this call, which compares their arguments. The loader yields images (n, size, size, 3)
     as uint8, labels (n,) as int64, and sample weights. The weights scale each rank's loss so that the average
-    of the ranks' gradients is the mean over all ranks' samples, even for an epoch's last batch, which may be
-    short::
+    of the ranks' gradients is the mean over the samples of all ranks, even for the last batch of an epoch,
+    which may be short::
 
         loader = hvd.image_loader(dataset, 32)
         model.fit(loader, epochs=90, shuffle=False, callbacks=[loader.callback, ...])
 
     ``fit`` expects the same number of batches in each of its epochs. After ``loader.set_epoch(epoch,
-    position)``, finish that epoch in a separate call: ``fit(..., initial_epoch=epoch, epochs=epoch + 1)``.
+    position)``, finish this epoch in a separate call: ``fit(..., initial_epoch=epoch, epochs=epoch + 1)``.
 
     Args:
         dataset: A ``ringdance.data.Dataset`` or ``Synthetic``.
@@ -39,8 +39,8 @@ def table_loader(table: Table, batch_size: int, **options: Any) -> BatchSequence
 
     All ranks must make this call, which compares their arguments. The loader yields a mapping with "ids"
     (n, fields) as int64 and "values" (n, fields) as float32, labels (n,) as float32, and sample weights. The
-    remarks on weights and ``fit`` in ``image_loader`` apply here too. In your own training loop, use
-    ``loader.loader``, which yields a ``ringdance.data.TableBatch`` of NumPy arrays::
+    remarks on weights and ``fit`` in ``image_loader`` also apply here. In a custom training loop, use
+    ``loader.loader``, which yields ``ringdance.data.TableBatch`` objects with NumPy arrays::
 
         loader = hvd.table_loader(Table.open("/data/criteo"), 1024)
         model.fit(loader, epochs=3, shuffle=False, callbacks=[loader.callback, ...])

@@ -3,7 +3,7 @@
 One implementation covers Keras 3 on the TensorFlow, torch and JAX backends, and Keras 2. The optimizer stays
 the same object, with its variables and settings. Its class is replaced by a subclass that reduces gradients
 before any other processing: see ``keras3`` and ``keras2``. Clipping, weight decay, EMA and loss scaling then
-see the same gradients as a single process that trains on the combined batch.
+use the same gradients as in a single process that trains on the combined batch.
 """
 
 from __future__ import annotations
@@ -39,27 +39,27 @@ def DistributedOptimizer(
     """Make an optimizer reduce its gradients over the ranks, and return it.
 
     The optimizer stays the same object. Its class becomes a subclass with the same name, which Keras saves
-    and loads like the plain class. All ranks call this. If they have several optimizers, they must use them
-    in the same order.
+    and loads like the plain class. All ranks must call this. If they have several optimizers, they must use
+    them in the same order.
 
     Args:
-        optimizer: Any optimizer of the Keras in use, including a ``LossScaleOptimizer`` and Keras 2's legacy
-            optimizers.
+        optimizer: Any optimizer of the Keras version in use, including a ``LossScaleOptimizer`` and the
+            legacy optimizers of Keras 2.
         name: Name of the exchanges, the same on all ranks.
         device_dense: Device on which dense gradients enter the exchange (TensorFlow only).
         device_sparse: Device on which sparse gradients enter the exchange (TensorFlow only).
         compression: ``Compression.fp16`` or ``.bf16`` halves the bytes of float32 gradients.
-        sparse_as_dense: Reduce ``tf.IndexedSlices`` as dense gradients.
-        gradient_predivide_factor: Divides gradients before the sum, which is then multiplied by it (Average
-            only).
+        sparse_as_dense: If True, reduce ``tf.IndexedSlices`` as dense gradients.
+        gradient_predivide_factor: Gradients are divided by this factor before the sum, and the sum is
+            multiplied by it (Average only).
         op: Average or Sum.
-        backward_passes_per_step: Number of steps whose gradients are summed locally, then exchanged and
-            applied. Keras 3 uses ``gradient_accumulation_steps``, whose mean is scaled to a sum.
+        backward_passes_per_step: Number of passes whose gradients are summed locally, then exchanged and
+            applied. In Keras 3, this sets ``gradient_accumulation_steps`` and scales its mean to a sum.
         average_aggregated_gradients: If True, gradients are averaged over the passes instead of summed.
         num_groups: Deprecated. Use ``groups``.
         groups: Number of groups, or lists of variables that are exchanged together (TensorFlow only). Other
             backends exchange all gradients together, and the engine divides them.
-        process_set: The participating ranks. On other ranks the optimizer is local.
+        process_set: The participating ranks. On other ranks, the optimizer is local.
         scale_local_gradients: If True, gradients of local variables are divided by the number of ranks.
 
     Raises:
@@ -84,7 +84,7 @@ def DistributedOptimizer(
 
 
 def _checked_operation(optimizer: Any, op: int, passes: int) -> ReduceOp:
-    """Return the operation. Raises ArgumentError if an argument or Keras's backend is not supported."""
+    """Return ``op`` as a ReduceOp. Raises ArgumentError if an argument or the backend is not supported."""
     check_passes(passes)
     binding()
     session.engine()
@@ -99,7 +99,7 @@ def _checked_operation(optimizer: Any, op: int, passes: int) -> ReduceOp:
 
 
 def _wrong_optimizer(kind: type) -> str:
-    """Return an error message for an object that is not an optimizer of the Keras in use."""
+    """Return the error message for an object that is not an optimizer of the Keras version in use."""
     wanted = f"Keras {2 if KERAS2 else 3}, {keras.__name__}.optimizers.*"
     text = f"Expected an optimizer of {wanted}, got {kind.__module__}.{kind.__name__}."
     if kind.__module__.partition(".")[0] == ("keras" if KERAS2 else "tf_keras"):
@@ -118,7 +118,7 @@ def PartialDistributedOptimizer(
     process_set: ProcessSet = global_process_set, local_layers: Any = None,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """Return a DistributedOptimizer that keeps the gradients of ``local_layers`` (one or several) local."""
+    """Return a DistributedOptimizer that does not reduce the gradients of ``local_layers`` (one or more)."""
     layers = listed_layers(local_layers, keras.layers.Layer)
     optimizer = DistributedOptimizer(
         optimizer, name, device_dense, device_sparse, compression, sparse_as_dense,
@@ -153,15 +153,15 @@ def load_model(
 ) -> Any:
     """Load a model. Its optimizer becomes a DistributedOptimizer with the saved state.
 
-    A ``.keras`` file keeps the optimizer's options, except ``compression``, ``groups`` and devices. For other
-    formats, a warning says that the defaults are used.
+    A ``.keras`` file contains the optimizer's options, except ``compression``, ``groups`` and devices. For
+    other formats, the default options are used, with a warning.
 
     Args:
         filepath: A model written by ``model.save()``, on any number of ranks, with or without Ringdance.
         custom_optimizers: Optimizer classes that are not part of Keras.
         custom_objects: Other custom classes and functions, by name.
         compression: Compression, as in DistributedOptimizer.
-        legacy_opts: Accepted and ignored. Keras 2 saves the class of a legacy optimizer itself.
+        legacy_opts: Accepted but has no effect, because Keras 2 itself saves the class of legacy optimizers.
 
     Raises:
         ArgumentError: The optimizer had local variables or a process set.
@@ -182,17 +182,17 @@ def load_model(
 
 
 def _saved_options(filepath: Any) -> dict[str, Any]:
-    """Return the options of a saved model's DistributedOptimizer, or none if its optimizer was plain."""
+    """Return the options of a saved model's DistributedOptimizer, or {} if its optimizer was plain."""
     if not zipfile.is_zipfile(filepath):
         if session.engine().rank == 0:
             warnings.warn(
-                f"{filepath} does not say how gradients were reduced (only .keras files do). Using "
-                "DistributedOptimizer with its defaults (op=Average, all ranks, no local layers).",
+                f"{filepath} does not contain options for DistributedOptimizer (only .keras files do). Using "
+                "the default options (op=Average, all ranks, no local layers).",
                 stacklevel=level_of_caller(),
             )
         return {}
     with zipfile.ZipFile(filepath) as archive:
-        optimizer = "assets/optimizer/"  # Skips other optimizers, which a model may hold as attributes.
+        optimizer = "assets/optimizer/"  # Skips optimizers that the model has as attributes.
         files = [n for n in archive.namelist() if n.startswith(optimizer) and n.endswith(f"/{OPTIONS_FILE}")]
         options: dict[str, Any] = json.loads(archive.read(files[0])) if files else {}
     return options

@@ -1,4 +1,4 @@
-"""A learning rate that changes during training, with the momentum adjusted to it."""
+"""Change the learning rate during training, and adjust the momentum to it."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from ringdance.keras.library import number, variables_of
 def set_learning_rate(optimizer: Any, rate: float, momentum_correction: bool = True) -> None:
     """Set an optimizer's learning rate and adjust its momentum.
 
-    Keras's velocity contains the rate: ``v = momentum * v - rate * g``. Without correction, the steps after a
-    tenfold decay of the rate are ten times too long until the old momentum fades. PyTorch needs no
-    correction, because there the rate multiplies the velocity. Source: Goyal et al. 2017, arXiv 1706.02677,
+    In Keras, the velocity contains the rate: ``v = momentum * v - rate * g``. Without correction, steps are
+    ten times too large after the rate has been divided by ten, until the old momentum fades. PyTorch needs no
+    correction, because it multiplies the velocity by the rate. Source: Goyal et al. 2017, arXiv 1706.02677,
     remark 2.
 
     Args:
         optimizer: A compiled or uncompiled optimizer, or a ``LossScaleOptimizer``.
         rate: The new learning rate.
-        momentum_correction: Multiply the velocities of optimizers with ``momentum`` by new/old rate.
+        momentum_correction: If True and the optimizer has ``momentum``, multiply its velocities by the ratio
+            of the new rate to the old rate.
     """
     old = number(optimizer.learning_rate)
     if np.float32(rate) == np.float32(old):  # Keras stores the rate in 32 bits.

@@ -1,4 +1,4 @@
-"""Reduce gradients through the binding of Keras's backend, in Keras 2 or Keras 3 optimizers."""
+"""Reduce the gradients of Keras 2 or Keras 3 optimizers through the binding of Keras's backend."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ringdance.training.gradients.lists import UseOrder, pattern_of, reduce_shar
 from ringdance.training.gradients.options import scales_of
 from ringdance.training.process_sets import ProcessSet, global_process_set, set_id, takes_part
 
-OPTIONS_FILE = "ringdance.json"  # Among the assets in a .keras file.
+OPTIONS_FILE = "ringdance.json"  # One of the assets in a .keras file.
 ADVICE = (
     "callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)] in fit(), or "
     "hvd.broadcast_variables([*model.variables, *model.optimizer.variables], root_rank=0)"
@@ -25,7 +25,7 @@ BACKENDS = ("tensorflow", "torch", "jax")
 
 
 def binding() -> Any:
-    """Return the binding of Keras's backend: the module with its collectives.
+    """Return the binding of Keras's backend, such as the module ``ringdance.torch``.
 
     Raises:
         ArgumentError: Ringdance has no binding for this backend.
@@ -37,11 +37,11 @@ def binding() -> Any:
 
 
 if keras.backend.backend() in BACKENDS:
-    binding()  # Imported before ``init()``, so that ``init()`` limits a rank to its share of the cores.
+    binding()  # Import it before ``init()``, which then limits the backend to this rank's share of the cores.
 
 
 def true_on_all(condition: Any, name: str, process_set: ProcessSet = global_process_set) -> Any:
-    """Return a boolean scalar: True if ``condition`` is True on all ranks. Works in compiled programs too."""
+    """Return a boolean scalar that is True if ``condition`` is True on all ranks. Works in compiled code."""
     if not takes_part(process_set):
         return condition
     value = ops.cast(condition, "float32")
@@ -53,17 +53,18 @@ _order = UseOrder()
 
 
 class GradientReduction:
-    """Reduces an optimizer's gradients, in one exchange per step.
+    """Reduces the gradients of an optimizer, in one exchange per step.
 
     Args:
         name: Name of the exchanges, the same on all ranks. Optimizers with the same name are numbered in the
-            order of their first use. An optimizer that only some ranks have, for example to read a file, does
-            not count as long as it is not used.
+            order of their first use. If only some ranks have an optimizer, for example to read a file, it is
+            not numbered until it is used.
         operation: Average or Sum.
-        predivide: Divides gradients before the sum, which is then multiplied by it (Average only).
+        predivide: Gradients are divided by this factor before the sum, and the sum is multiplied by it
+            (Average only).
         compression: ``Compression.none``, ``.fp16``, ``.bf16``, or an object with compress and decompress.
-        sparse_as_dense: Reduce sparse gradients (``tf.IndexedSlices``) as dense ones.
-        process_set: The participating ranks. On other ranks gradients stay local.
+        sparse_as_dense: If True, reduce sparse gradients (``tf.IndexedSlices``) as dense gradients.
+        process_set: The participating ranks. On other ranks, gradients stay local.
         options: Further options for ``ringdance.tensorflow.gradients.GradientReducer``.
     """
 
@@ -94,7 +95,7 @@ class GradientReduction:
         return f"{self._base_name}.{_order.number(key, self)}"
 
     def __call__(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """Return the reduced gradients; ``None`` stays ``None``. Results may reuse the inputs' memory."""
+        """Return the reduced gradients. ``None`` stays ``None``. Results may reuse the inputs' memory."""
         if self._in_tensorflow is not None:
             self._in_tensorflow.name, self._in_tensorflow.advice = self.name, ADVICE
             return self._in_tensorflow.reduce(gradients, variables)
@@ -122,45 +123,45 @@ class GradientReduction:
 
 
 class _Listed(list[Any]):
-    """A list that can also be called, like ``optimizer.variables`` in TensorFlow 2's Keras."""
+    """A list that can also be called, like ``optimizer.variables`` in Keras 2."""
 
     def __call__(self) -> list[Any]:
         return self
 
 
 class Distributed:
-    """The base class placed before the optimizer's own class. Options are attributes of the subclass.
+    """Mixin that precedes the optimizer's own class. Options are class attributes of the combined class.
 
-    Derived classes call ``_reduce`` at the point where their Keras version processes a step's gradients.
+    Derived classes call ``_reduce`` at the point where their version of Keras processes a step's gradients.
     """
 
     _reduction: GradientReduction
-    # Factor for reduced gradients. Turns Keras's mean over several passes into a sum.
+    # Factor for reduced gradients, which converts Keras's mean over several passes to a sum.
     _factor: float = 1.0
-    _options: dict[str, Any]  # Options passed to DistributedOptimizer.
-    _local_layers: frozenset[Any] = frozenset()  # Keras would save a list of layers with the optimizer.
+    _options: dict[str, Any]  # Arguments of DistributedOptimizer.
+    _local_layers: frozenset[Any] = frozenset()  # Not a list, which Keras would save with the optimizer.
     _local_variables: tuple[Any, ...] = ()
     # The step's variables, including those without a gradient, which Keras drops.
     _given: tuple[Any, ...] = ()
 
     @property
     def variables(self) -> list[Any]:
-        """The optimizer's variables. ``optimizer.variables()`` returns them too."""
+        """The optimizer's variables. ``optimizer.variables()`` also returns them."""
         return _Listed(variables_of(super()))
 
     def register_local_var(self, var: Any) -> None:
-        """Keep this variable's gradient local to this rank. See ``scale_local_gradients``."""
+        """Exclude this variable's gradient from the reduction. See ``scale_local_gradients``."""
         object.__setattr__(self, "_local_variables", (*self._local_variables, var))
 
     def save_assets(self, directory: str) -> None:
-        """Write the options to the ``.keras`` file, because Keras does not. Plain Keras can still load it."""
+        """Write the options to the ``.keras`` file, because Keras does not. Plain Keras can load the file."""
         base: Any = super()
         if hasattr(base, "save_assets"):  # A user-defined optimizer may have this method.
             base.save_assets(directory)
         options = dict(self._options)
         if self._reduction.process_set is not global_process_set or self._local_ids():
-            options["partial"] = True  # Recreating it needs objects from the script.
-        text = json.dumps(options, default=lambda number: number.item())  # For NumPy numbers.
+            options["partial"] = True  # The script must recreate the optimizer.
+        text = json.dumps(options, default=lambda number: number.item())  # Converts NumPy numbers.
         Path(directory, OPTIONS_FILE).write_text(text)
 
     def _local_ids(self) -> set[int]:
@@ -171,7 +172,7 @@ class Distributed:
         object.__setattr__(self, "_given", tuple(variables))
 
     def _reduce(self, gradients: list[Any], variables: Sequence[Any]) -> list[Any]:
-        """Return reduced gradients for some of the step's variables."""
+        """Return the reduced gradients of all or some of the step's variables."""
         place = {id(variable): index for index, variable in enumerate(self._given)}
         if len(variables) == len(place) or any(id(variable) not in place for variable in variables):
             return self._reduce_all(gradients, variables)
@@ -184,7 +185,7 @@ class Distributed:
 
     def _reduce_all(self, gradients: list[Any], variables: Sequence[Any]) -> list[Any]:
         ids = self._local_ids()
-        # An average over n ranks is n times smaller than the sum. Scale a local gradient in the same way.
+        # An average over n ranks is n times smaller than the sum. Scale local gradients in the same way.
         scales = self._options["scale_local_gradients"]
         share = 1 / (self._reduction.process_set.size() or 1) if scales else 1.0
         return reduce_shared(
@@ -194,7 +195,7 @@ class Distributed:
 
 
 def is_distributed(optimizer: Any) -> bool:
-    """Return True if an optimizer is a DistributedOptimizer or wraps one."""
+    """Return True if an optimizer is distributed or wraps a distributed optimizer."""
     if isinstance(optimizer, Distributed):
         return True
     inner = getattr(optimizer, "inner_optimizer", None)

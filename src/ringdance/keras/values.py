@@ -1,4 +1,4 @@
-"""Collectives that run immediately, on anything that Keras converts to tensors of its backend."""
+"""Collectives that run immediately, on all values that Keras can convert to tensors of its backend."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def allreduce(
     value: Any, name: str | None = None, average: bool | None = None, prescale_factor: float = 1.0,
     postscale_factor: float = 1.0, op: int | None = None, compression: Any = Compression.none,
 ) -> Any:
-    """Reduce a tensor, array or number over all ranks. Return a tensor of the backend.
+    """Reduce a tensor, array or number over all ranks. Returns a tensor of the backend.
 
     Args:
-        value: Value with equal shape and type on all ranks.
+        value: Value with the same shape and dtype on all ranks.
         name: Key that matches the ranks' calls.
-        average: Deprecated form of ``op``: True means Average, False means Sum.
+        average: Deprecated: use ``op``. True means Average, False means Sum.
         prescale_factor: Factor applied to each rank's input.
         postscale_factor: Factor applied to the result.
         op: Average (default), Sum, Min, Max or Product.
@@ -37,7 +37,7 @@ def allreduce(
 
     Raises:
         ArgumentError: An argument is wrong.
-        MismatchError: Shapes, types or operations differ between ranks. Raised on all ranks.
+        MismatchError: The ranks passed different shapes, dtypes or operations. Raised on all ranks.
     """
     operation = pick_operation(average, op)
     small, context = compression.compress(ops.convert_to_tensor(value))
@@ -54,12 +54,12 @@ def allgather(value: Any, name: str | None = None) -> Any:
 
 
 def broadcast(value: Any, root_rank: int, name: str | None = None) -> Any:
-    """Return the tensor of global rank ``root_rank``. Shape and type are equal on all ranks."""
+    """Return the tensor of global rank ``root_rank``. Shapes and dtypes must match on all ranks."""
     return binding().broadcast(ops.convert_to_tensor(value), root_rank, name=name)
 
 
 def reducescatter(value: Any, name: str | None = None, op: int = Average) -> Any:
-    """Reduce (Average or Sum) and return this rank's rows."""
+    """Reduce ``value`` over all ranks (Average or Sum), and return this rank's share of the rows."""
     return binding().reducescatter(ops.convert_to_tensor(value), name=name, op=op)
 
 
@@ -68,12 +68,12 @@ def broadcast_variables(
 ) -> None:
     """Overwrite ``model.variables`` or an optimizer's variables with the values of global rank ``root_rank``.
 
-    Each rank keeps its own random seeds. Between the passes of a step, it also keeps its own gradient sums.
-    But if a rank's sums are all zero, it takes the root's sums, for example after only rank 0 has loaded a
-    checkpoint.
+    Each rank keeps its own random seeds. Between the passes of a step, it also keeps its own gradient sums,
+    unless they are all zero. In that case, for example if only rank 0 has loaded a checkpoint, it takes the
+    root's sums.
 
     Args:
-        variables: Keras variables with equal shapes and types, in the same order on all ranks.
+        variables: Keras variables with the same shapes and dtypes, in the same order on all ranks.
         root_rank: Global rank of the root.
         process_set: The participating ranks.
     """

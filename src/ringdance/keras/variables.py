@@ -1,4 +1,4 @@
-"""The variables of a model and its optimizers. They may not have been created yet."""
+"""Find, and if necessary create, the variables of a model and its optimizers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ringdance.keras.library import KERAS2, is_built, keras, optimizer_types, va
 
 
 def optimizers_of(model: Any) -> list[Any]:
-    """Return the optimizer that a model was compiled with, and the optimizers that it holds as attributes."""
+    """Return the optimizer with which a model was compiled, and optimizers that it has as attributes."""
     values = [member for value in vars(model).values() for member in _members(value)]
     return list({id(value): value for value in values if isinstance(value, optimizer_types)}.values())
 
@@ -22,20 +22,20 @@ def _members(value: Any) -> Iterable[Any]:
 
 
 def is_complete(model: Any, optimizer: Any) -> bool:
-    """Let an optimizer (or None) create its variables. Return True if the first step will create no more."""
+    """Let an optimizer (or None) create its variables. Returns True if the first step creates no others."""
     layers = [layer for layer in _private.layers_in(model) if not isinstance(layer, keras.metrics.Metric)]
     if not (model.built and all(layer.built for layer in layers)):
-        return False  # An optimizer does not accept variables created after its own.
+        return False  # An optimizer does not accept variables that are created later.
     if KERAS2 and optimizer is not None and not hasattr(optimizer, "build"):
-        optimizer._create_all_weights(list(model.trainable_variables))  # Legacy. Existing weights are kept.
+        optimizer._create_all_weights(list(model.trainable_variables))  # Keeps existing weights.
     elif optimizer is not None and not is_built(optimizer):
         optimizer.build(list(model.trainable_variables))
     return all(map(is_built, optimizers_of(model)))
 
 
 def variables_with(model: Any, optimizers: Sequence[Any]) -> list[Any]:
-    """Return the variables of a model, then of its optimizers, without duplicates."""
-    if hasattr(model, "jax_state_sync"):  # Within fit(), the variables are not up to date.
+    """Return the variables of a model and then the variables of ``optimizers``, without duplicates."""
+    if hasattr(model, "jax_state_sync"):  # During fit(), the variables are not up to date.
         model.jax_state_sync()
     variables = [*model.variables, *(one for optimizer in optimizers for one in variables_of(optimizer))]
     return list({id(variable): variable for variable in variables}.values())

@@ -1,9 +1,9 @@
 """Ringdance for TensorFlow: ``import ringdance.tensorflow as hvd``.
 
-Names, signatures and results match Horovod's tensorflow module. Each function's docstring describes them.
+Names, signatures and results match Horovod's tensorflow module. See the docstring of each function.
 """
 
-from ringdance.training.exports import *  # isort: skip  # First, because some names are replaced below.
+from ringdance.training.exports import *  # isort: skip  # Must come first: some names are redefined below.
 
 from ringdance.tensorflow import elastic as elastic
 from ringdance.tensorflow import operations, state

@@ -1,8 +1,8 @@
-"""Private TensorFlow names that the binding uses, the reason for each, and the behavior without it.
+"""All private names of TensorFlow that the binding uses, with the reason and the fallback for each.
 
-Present in TensorFlow 2.16 to 2.21. Each name is looked up when this module is imported. If one is missing,
-the binding uses the alternative, which the tests cover too. The private names of Keras's optimizers are in
-``ringdance.keras._private``.
+These names exist in TensorFlow 2.16 to 2.21. They are looked up when this module is imported. If a name is
+missing, the binding uses the fallback described in this file. The tests also cover this case. For the private
+names of Keras optimizers, see ``ringdance.keras._private``.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ def _find(module: str, name: str, default: Any = None) -> Any:
         return default
 
 
-# eager.execute.must_record_gradient, eager.execute.record_gradient (needs eager.backprop to be imported):
-# record a call for gradient tapes as an operation whose type has a registered gradient. Without these names,
-# tf.custom_gradient records the call, which takes several times as long.
+# eager.execute.must_record_gradient and eager.execute.record_gradient (which needs the import of
+# eager.backprop): record a call for gradient tapes as an operation whose type has a registered gradient. If a
+# name is missing, tf.custom_gradient records the call, which takes several times as long.
 _find("eager.backprop", "_record_gradient")
 _must_record = _find("eager.execute", "must_record_gradient")
 _record_gradient = _find("eager.execute", "record_gradient")
@@ -34,27 +34,27 @@ def record(kind: str, inputs: Sequence[Any], text: Callable[[], str], outputs: S
         _record_gradient(kind, list(inputs), ("text", text().encode()), list(outputs))
 
 
-# profiler.trace.enabled: True while TensorFlow's profiler is recording. Without it, each wait creates a span,
-# which itself checks whether the profiler is recording.
+# profiler.trace.enabled: True while TensorFlow's profiler is recording. If the name is missing, each wait
+# creates a span, which itself checks whether the profiler is recording.
 profiler_running: Callable[[], bool] = _find("profiler.trace", "enabled", lambda: True)
 
 
-# ops.control_flow_util.GraphOrParentsInXlaContext: True if XLA will compile the graph. Without it, XLA
-# reports an unknown operation, and the user does not get our error message with the fix.
+# ops.control_flow_util.GraphOrParentsInXlaContext: True if XLA will compile the graph. If the name is
+# missing, XLA reports an unknown operation instead of our error message, which explains the fix.
 in_xla_context: Callable[[Any], bool] = _find(
     "ops.control_flow_util", "GraphOrParentsInXlaContext", lambda graph: False
 )
 
 
-# keras.layers.BatchNormalization._moments: overridden here, called by Keras in training. Without it,
-# SyncBatchNormalization is refused, because its statistics would be a single rank's.
+# keras.layers.BatchNormalization._moments: called by Keras in training, overridden by SyncBatchNormalization.
+# If the name is missing, SyncBatchNormalization raises an error, because it would use local statistics.
 def check_moments(layer: type) -> None:
-    """Raise NotImplementedError if this Keras computes moments in an unknown way."""
+    """Raise NotImplementedError if this version of Keras computes moments in an unknown way."""
     if not hasattr(layer, "_moments"):
         raise NotImplementedError("SyncBatchNormalization does not support this version of Keras.")
 
 
-# EagerTensor._numpy: the tensor's memory as an array. Without it, numpy() copies.
+# EagerTensor._numpy: the tensor's memory as an array. If the name is missing, numpy() is used, which copies.
 def numpy_of(tensor: Any) -> Any:
     """Return an eager tensor's values, without a copy if they are in host memory."""
     try:

@@ -1,4 +1,4 @@
-"""Batch normalization over the batches of all ranks, as a Keras layer."""
+"""Synchronized batch normalization across all ranks, as a Keras layer."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ keras: Any = tf.keras  # Keras 3, or 2 with TF_USE_LEGACY_KERAS=1
 class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[misc]
     """Keras's ``BatchNormalization`` with training statistics computed over all ranks' batches.
 
-    Batch sizes may differ between ranks: each batch counts by its number of elements. Gradients flow through
-    the exchange. With one rank and in inference, this is the plain layer.
+    Batch sizes may differ between ranks: batches are weighted by their number of elements. Gradients flow
+    through the exchange. With one rank, or in inference, it works like ``BatchNormalization``.
 
     Args:
         fused: Must be False, because the fused kernel sees only this rank's batch.
@@ -35,7 +35,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[m
             raise ArgumentError("SyncBatchNormalization cannot be fused. Omit fused or pass fused=False.")
         check_moments(keras.layers.BatchNormalization)
         super().__init__(**kwargs)
-        self.fused = False  # Keras 2 would choose on its own. Keras 3 has no fused kernel.
+        self.fused = False  # Otherwise Keras 2 may use the fused kernel. Keras 3 has none.
 
     def _moments(self, inputs: Any, *args: Any, **options: Any) -> Any:
         """Return each channel's mean and variance over all ranks. Keras calls this in training."""
@@ -46,16 +46,16 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[m
         if mask is None:
             count = tf.cast(tf.size(inputs) / tf.size(mean), mean.dtype)
         else:
-            # Every position that the mask keeps holds this many elements of a channel: the product of the
-            # other axes' lengths.
+            # Number of elements per channel at each position of the mask: the product of the lengths of the
+            # other axes.
             positions = tf.cast(tf.reduce_sum(tf.cast(mask, tf.int32)), mean.dtype)
             per_position = tf.size(inputs) / tf.maximum(tf.size(mask) * tf.size(mean), 1)
             count = positions * tf.cast(per_position, mean.dtype)
-        # An empty batch has no mean and counts as zero. In double precision, a difference of squares has all
-        # digits of the variance that float32 can represent.
+        # An empty batch has no mean and counts as zero. Computed in float64, the difference of squares gives
+        # the variance to the full precision of float32.
         mean64, variance64 = (tf.cast(tf.where(count > 0, stat, 0), tf.float64) for stat in (mean, variance))
         weight, center = tf.cast(count, tf.float64), tf.zeros_like(mean64)
-        if inputs.dtype == tf.float64:  # float64 has more digits: use squared distances from the mean.
+        if inputs.dtype == tf.float64:  # For more precision, use squared distances from the mean.
             weighted = tf.stop_gradient(tf.stack([mean64, tf.ones_like(mean64)]) * weight)
             sums = allreduce(weighted, op=Sum, name=f"sync_batch_norm.{self.name}.centre")
             center = sums[0] / sums[1]

@@ -10,7 +10,7 @@ from ringdance.training.gradients.compression import compression_for
 
 
 def _floating_dtype(tensor: Any) -> Any:
-    """Return the tensor's data type if it is floating, otherwise None."""
+    """Return the tensor's dtype if it is a floating-point type, otherwise None."""
     return tensor.dtype if tensor.dtype.is_floating else None
 
 

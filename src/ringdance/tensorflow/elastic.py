@@ -1,6 +1,6 @@
-"""Restart training after an error: ``hvd.elastic.run`` and states for TensorFlow.
+"""Elastic training, which continues after errors: ``hvd.elastic.run`` and states for TensorFlow.
 
-``ringdance.training.elastic`` describes what is saved and restored, and when.
+See ``ringdance.training.elastic`` for what is saved and restored, and when.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ T = TypeVar("T")
 def run(func: Callable[..., T]) -> Callable[..., T]:
     """Decorate a training function whose first argument is a state.
 
-    Collectives may fail both eagerly and within a ``tf.function``.
+    Training also continues after a collective has failed within a ``tf.function``.
     """
     return elastic.run_translating(func, tf.errors.OpError)
 
@@ -36,7 +36,8 @@ class TensorFlowState(VariablesState):
     """Variables and plain attributes, committed and restored together.
 
     Args:
-        variables: TensorFlow or Keras variables. Default in a ``tf.compat.v1`` graph: all global variables.
+        variables: TensorFlow or Keras variables. Optional in a ``tf.compat.v1`` graph: by default, all of its
+            global variables.
         session: A ``tf.compat.v1`` session, or None in eager execution.
         kwargs: Further attributes.
 
@@ -68,14 +69,14 @@ class TensorFlowState(VariablesState):
         reset_sums(self._session)
 
     def _broadcast(self) -> None:
-        if self._operation is None:  # It stays None in eager execution, which broadcasts at once.
+        if self._operation is None:  # In eager execution, the call broadcasts and returns None.
             self._operation = broadcast_variables(self._listed, 0)
         if self._session is not None:
             self._session.run(self._operation)
 
 
 class TensorFlowKerasState:
-    """A ``ringdance.keras.elastic.KerasState``. ``backend`` is accepted and ignored."""
+    """A ``ringdance.keras.elastic.KerasState``. ``backend`` is accepted but has no effect."""
 
     def __new__(cls, model: Any, optimizer: Any = None, backend: Any = None, **kwargs: Any) -> Any:
         """Create the state. Keras is imported only here, not together with the TensorFlow binding."""

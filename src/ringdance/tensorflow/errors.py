@@ -1,8 +1,8 @@
-"""Raise Ringdance's errors as TensorFlow errors too.
+"""Raise Ringdance's errors so that they are also TensorFlow errors.
 
-Eager calls raise a class derived from both, so both ``except tf.errors.FailedPreconditionError`` and
-``except hvd.HorovodInternalError`` catch it. From a graph, TensorFlow raises its own class with the same code
-and the message.
+Errors of eager calls have a class derived from both, so both ``except tf.errors.FailedPreconditionError`` and
+``except hvd.HorovodInternalError`` catch them. In a graph, TensorFlow raises its own class with the same code
+and message.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import tensorflow as tf
 from ringdance import errors
 from ringdance.training.checks import UnsupportedOperationError
 
-# The first match counts. The classes are the ones that Horovod raises for a mismatch, a wrong argument etc.
+# The first match is used. Horovod raises the same TensorFlow classes for a mismatch, a wrong argument, etc.
 _KINDS: tuple[tuple[type[BaseException], Any], ...] = (
     (errors.MismatchError, tf.errors.FailedPreconditionError),
     (errors.NotInitializedError, tf.errors.FailedPreconditionError),
@@ -46,7 +46,7 @@ def _joined(ours: Any, theirs: Any) -> Any:
 
 @contextmanager
 def as_tensorflow() -> Iterator[None]:
-    """Raise Ringdance's errors within the block as TensorFlow errors too."""
+    """Raise Ringdance's errors within the block so that they are also TensorFlow errors."""
     try:
         yield
     except errors.RingdanceError as error:

@@ -1,8 +1,8 @@
-"""Run collective calls and their gradients on tensors, eagerly or in graphs; reduce ``tf.IndexedSlices``.
+"""Run collective calls on tensors and IndexedSlices, eagerly or in graphs, and define their gradients.
 
-Eager calls go directly to the engine, on views of the tensors' memory. In a graph they become the operations
-in ``graph.kernels``. Gradient tapes record both in the same way, by the type of operation. All ranks of the
-process set must run the backward pass. A call's gradient is named ``<name>.grad``.
+Eager calls go directly to the engine, which uses the tensors' memory. In a graph, calls become operations
+defined in ``graph.kernels``. Gradient tapes record both in the same way, by operation type. All ranks of the
+process set must run the backward pass. The gradient of a call is named ``<name>.grad``.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ def plain(function: Function) -> Function:
 
 
 def in_session() -> bool:
-    """Return True if operations added now, also in ``tf.cond``, run in a session, in an order it chooses."""
+    """Return True if operations added now, even in ``tf.cond``, will run in a session, in any order."""
     if tf.executing_eagerly():
         return False
     graph = tf.compat.v1.get_default_graph()
-    while getattr(graph, "is_control_flow_graph", False):  # A branch's graph has no order either.
+    while getattr(graph, "is_control_flow_graph", False):  # The graph of a branch has no order either.
         graph = graph.outer_graph
     return not graph.building_function
 
@@ -58,16 +58,16 @@ def unique_in_session(name: str) -> str:
 
 
 def perform(call: Call, tensors: Sequence[Tensor], name: str | None = None) -> list[Tensor]:
-    """Return the results of a call. For an alltoall, the last result holds the received splits.
+    """Return the results of a call. For an alltoall, the last result contains the received splits.
 
     Args:
         call: The collective and its options.
-        tensors: One tensor or the members of a group. For an alltoall with splits, the tensor and the splits.
+        tensors: One tensor or the tensors of a group. For an alltoall with splits, the tensor and the splits.
         name: The operation's name in a graph.
 
     Raises:
-        RingdanceError: In eager calls, where the error is also a ``tf.errors`` class. Running a graph raises
-            only the ``tf.errors`` class.
+        RingdanceError: An eager call failed. The error is also an instance of a ``tf.errors`` class. When a
+            graph runs, errors are only instances of ``tf.errors`` classes.
     """
     if in_session() or not _private.RECORDS:
         run = _from_data_set if in_session() else _run
@@ -105,14 +105,14 @@ def _view_of(tensor: Any) -> Array:
 def _tensor_of(array: Array) -> Any:
     """Return an eager tensor that shares an array's memory.
 
-    The array must not change afterwards. TensorFlow needs memory aligned to 64 bytes. The engine's memory is
-    aligned; other memory is copied.
+    The array must not change afterwards. TensorFlow needs memory that is aligned to 64 bytes, as the engine's
+    memory is. Unaligned arrays are copied.
     """
     if array.ctypes.data % 64 and array.size:
         aligned = aligned_empty(array.shape, array.dtype)
         aligned[...] = array
         array = aligned
-    if array.dtype == _BFLOAT16:  # NumPy cannot export bfloat16 through DLPack: export the bits as uint16.
+    if array.dtype == _BFLOAT16:  # NumPy cannot export bfloat16 through DLPack, so export uint16.
         return tf.bitcast(tf.experimental.dlpack.from_dlpack(array.view(np.uint16).__dlpack__()), tf.bfloat16)
     return tf.experimental.dlpack.from_dlpack(array.__dlpack__())
 
@@ -138,9 +138,9 @@ def _with_gradient(
 def _from_data_set(call: Call, tensors: Sequence[Tensor], name: str | None) -> list[Tensor]:
     """Add a call to a ``tf.compat.v1`` graph, wrapped in a tf.data pipeline.
 
-    Nothing orders the operations of such a graph, so ranks may run them in different orders. A session also
-    has few threads, which must not block. For a data set of one element, tf.data runs the function on a new
-    thread.
+    The operations of such a graph have no order, so the ranks may run them in different orders. In addition,
+    a session has few threads, which must not block. For a data set with a single element, tf.data runs the
+    function on a new thread.
     """
 
     @tf.function(autograph=False)  # type: ignore[untyped-decorator]
@@ -165,11 +165,11 @@ def _operation(
     """Add an operation to the graph and return it.
 
     Args:
-        kind: The type of operation.
-        name: The operation's name. Default: ``kind``.
+        kind: Operation type.
+        name: Name of the operation. The default is ``kind``.
         inputs: Input tensors.
-        outputs: Types of the results.
-        attributes: Strings, numbers, and lists of types.
+        outputs: Dtypes of the results.
+        attributes: Strings, numbers and lists of dtypes.
 
     Raises:
         ArgumentError: The operation would be part of a function that XLA compiles.
@@ -198,9 +198,9 @@ def _attribute(value: Any) -> Any:
 def perform_all(calls: Sequence[tuple[Call, Sequence[Tensor]]]) -> list[list[Tensor]]:
     """Return the results of several reductions that run concurrently.
 
-    In a function, each reduction is submitted when its tensors are ready, and one operation waits for all. In
-    a session, the other reductions start only after the first: if a rank has refused the first, it fails on
-    all ranks, and nothing waits for that rank.
+    In a function, each reduction is submitted when its tensors are ready, and one operation waits for all
+    reductions. In a session, the other reductions start after the first has completed. If a rank has refused
+    the first, it fails on all ranks, and no other call waits for that rank.
     """
     if len(calls) == 1 or in_session() or not _private.RECORDS:
         first = perform(*calls[0])
@@ -212,10 +212,10 @@ def perform_all(calls: Sequence[tuple[Call, Sequence[Tensor]]]) -> list[list[Ten
     started = [
         _start(call, tensors, [] if index else listed[1:]) for index, (call, tensors) in enumerate(calls)
     ]
-    # The operation has no results: later operations must depend on the operation itself.
+    # The operation has no results, so later operations must depend on the operation itself.
     wait = _operation("RingdanceWait", None, [number for _, number in started], [], N=len(started), text="")
     with tf.control_dependencies([wait]):
-        # One built-in operation passes on all results: nothing else may read them before they are complete.
+        # All results pass through one built-in operation, so that they are not read before they are complete.
         results = iter(tf.raw_ops.IdentityN(input=[tensor for group, _ in started for tensor in group]))
     return [[next(results) for _ in tensors] for _, tensors in calls]
 
@@ -237,8 +237,8 @@ def _together(calls: Sequence[tuple[Call, Sequence[Tensor]]]) -> list[list[Tenso
 def _start(call: Call, tensors: Sequence[Tensor], others: list[Call]) -> tuple[list[Tensor], Tensor]:
     """Add a RingdanceStart operation to the graph. Return its future results and its number.
 
-    ``others``: For the first call of a group, the other calls. They are refused if the run fails before they
-    start.
+    For the first call of a group, ``others`` contains the other calls. They are refused if the run fails
+    before they start.
     """
     types = [tensor.dtype for tensor in tensors]
     *results, number = _operation(
@@ -252,7 +252,7 @@ def _start(call: Call, tensors: Sequence[Tensor], others: list[Call]) -> tuple[l
 
 
 def number(what: str, about: int | str = 0, name: str | None = None) -> Tensor:
-    """Return one of ``kernels.NUMBERS`` as an int32 tensor. In graphs it is read at run time."""
+    """Return one of ``kernels.NUMBERS`` as an int32 tensor. In a graph, it is determined at run time."""
     if tf.executing_eagerly():
         with as_tensorflow():
             return tf.constant(kernels.NUMBERS[what](str(about)), tf.int32)
@@ -262,11 +262,11 @@ def number(what: str, about: int | str = 0, name: str | None = None) -> Tensor:
 
 
 def order_after(results: Sequence[Tensor]) -> None:
-    """Make a function's later calls run after these results of ``tf.cond``.
+    """Make later calls in a function run after these results of ``tf.cond``.
 
-    TensorFlow runs a function's stateful operations in program order, but does not order later ones after
-    those inside ``tf.cond``. Ranks with a single thread for operations could then wait for different calls
-    forever.
+    TensorFlow runs the stateful operations of a function in program order, but later operations may run
+    before operations inside ``tf.cond``. Ranks that have only one thread for operations could then wait for
+    different calls forever.
     """
     if not tf.executing_eagerly() and not in_session():
         with tf.control_dependencies(results):
@@ -303,7 +303,7 @@ def _backward(call: Call, op: Any, gradients: list[Tensor]) -> list[Tensor]:
     rule = call.backward(engine)
     back, keep = rule.call, rule.keep
     name = None if tf.executing_eagerly() else f"{call.kind.name.title()}Gradient"
-    if in_session() and back.name is not None:  # A gradient requested twice may be in one run.
+    if in_session() and back.name is not None:  # A run may compute the same gradient twice.
         back = back.but(name=unique_in_session(back.name))
     if call.tables:
         return _rows_gradient(back, op, gradients)
@@ -312,7 +312,7 @@ def _backward(call: Call, op: Any, gradients: list[Tensor]) -> list[Tensor]:
     if rule.scale != 1.0:
         gradients = [gradient * tf.cast(rule.scale, gradient.dtype) for gradient in gradients]
     results = perform(back, gradients, name)
-    if keep is Keep.ROOT:  # Results depend on the call on all ranks, or a session might not run it.
+    if keep is Keep.ROOT:  # Otherwise, a session might not run the call on other ranks.
         return [tf.where(engine.rank == call.root, result, tf.zeros_like(result)) for result in results]
     if keep is Keep.OWN_ROWS:
         rows = tf.stack([tf.shape(tensor, tf.int64)[0] for tensor in op.inputs])
@@ -324,7 +324,7 @@ def _backward(call: Call, op: Any, gradients: list[Tensor]) -> list[Tensor]:
 
 
 def _padded(returned: Tensor, inputs: Sequence[Tensor]) -> list[Tensor]:
-    """Return an alltoall's gradient: the returned rows, then zeros for the rows that were not sent."""
+    """Return the gradient of an alltoall: the returned rows, then zeros for rows that were not sent."""
     tensor = inputs[0]
     rest = tf.shape(tensor)[0] - tf.shape(returned)[0]
     padding = tf.concat([[[0, rest]], tf.zeros((tf.rank(tensor) - 1, 2), tf.int32)], 0)
@@ -337,14 +337,14 @@ def reduce_rows(
     call: Call, slices: Sequence[Any], names: Sequence[str],
     run: Callable[[Call, Sequence[Tensor]], list[Tensor]], tables: Sequence[int | None] = (),
 ) -> list[Any]:
-    """Return all ranks' rows as IndexedSlices with unique, ascending indices. Differentiable.
+    """Reduce the rows of all ranks. Returns IndexedSlices with unique, ascending indices. Differentiable.
 
     Args:
-        call: An all-reduce (Average or Sum) with its name and process set.
-        slices: This rank's rows of each table.
+        call: An allreduce (Average or Sum) with its name and process set.
+        slices: This rank's rows for each table.
         names: Names of the tables, for messages.
-        run: Runs the call.
-        tables: Number of rows of each table, or ``None`` if unknown. By default taken from the slices.
+        run: Function that runs the call.
+        tables: Number of rows in each table, or ``None`` to get it from the slices.
     """
     call = call.but(tables=tuple(names))
     inputs: list[Tensor] = []
@@ -365,7 +365,7 @@ def _rows_of_table(one: Any, known: int | None) -> Tensor:
 
 
 def _rows_gradient(back: Call, op: Any, gradients: Sequence[Tensor]) -> list[Tensor]:
-    """Reduce the gradients of the resulting rows. Return the matching row's gradient for each input row."""
+    """Reduce the gradients of the result rows. Return for each input row the gradient of its result row."""
     arrived = [tf.convert_to_tensor(gradient) for gradient in gradients[::3]]
     results: list[Tensor] = []
     for index, reduced in enumerate(perform(back.but(tables=(), grouped=True), arrived)):

@@ -1,10 +1,10 @@
-"""Reduce a step's gradients together, for tapes and optimizers.
+"""Reduce the gradients of a step together, for tapes and optimizers.
 
-Dense gradients are divided into buckets by size, starting from the last variable: backward computes the
-gradients in this order. Rows of IndexedSlices are exchanged together afterwards. In a graph, each bucket is
-submitted as soon as its gradients are computed, and one operation waits for all. The division depends only on
-the variables, so it is the same on all ranks. Each rank decides on its own whether a bucket is exchanged
-while other gradients are being computed (``overlap``).
+Dense gradients are divided into buckets by size, starting with the last variable, because the backward pass
+computes gradients in this order. The rows of all IndexedSlices are exchanged together afterwards. In a graph,
+each bucket is submitted as soon as its gradients are computed, and one operation waits for all buckets. The
+buckets depend only on the variables, so they are the same on all ranks. Each rank decides on its own whether
+a bucket is exchanged while other gradients are being computed (``overlap``).
 """
 
 from __future__ import annotations
@@ -71,18 +71,19 @@ class GradientReducer:
 
     Args:
         name: Name of the tape or optimizer. The names of its exchanges start with it.
-        compression: Cast for dense gradients in the exchange.
-        sparse_as_dense: Reduce IndexedSlices as dense tensors.
+        compression: Compression of dense gradients in the exchange.
+        sparse_as_dense: If True, reduce IndexedSlices as dense tensors.
         op: Average, Sum or another operation.
-        predivide: Divides gradients before the sum, which is then multiplied by it (Average only).
-        groups: ``None``, a number, or lists of variables to be reduced together.
+        predivide: Gradients are divided by this factor before the sum, and the sum is multiplied by it
+            (Average only).
+        groups: ``None``, a number, or lists of variables whose gradients are reduced together.
         process_set: The participating ranks.
         scale_local_gradients: If True, gradients of local variables are divided by the number of ranks.
         device_dense, device_sparse: Devices on which gradients enter the exchange.
-        step_mark: What marks the step's end when an exchange completes. See ``StepMark``.
+        step_mark: Mark for the end of a step, set when the last exchange completes. See ``StepMark``.
 
     Raises:
-        ArgumentError: Arguments are mutually exclusive.
+        ArgumentError: An argument is wrong, or arguments cannot be combined.
     """
 
     def __init__(
@@ -118,7 +119,7 @@ class GradientReducer:
 
     @plain
     def reduce(self, gradients: Sequence[Tensor], variables: Sequence[Any]) -> list[Tensor]:
-        """Return the reduced gradients in the same order; ``None`` stays ``None``.
+        """Return the reduced gradients in the same order. ``None`` stays ``None``.
 
         Args:
             gradients: Tensors, IndexedSlices or ``None``, in the same pattern on all ranks.
@@ -171,7 +172,7 @@ class GradientReducer:
             and variable.shape.is_fully_defined()
         ]
         names, floats = [name for name, _ in named], [variable for _, variable in named]
-        if not floats or in_session():  # A session does not keep the program's order of operations.
+        if not floats or in_session():  # A session does not run operations in program order.
             return
         call = weights.call_of(key, names, self.advice, set_id(self.process_set))
 
@@ -189,8 +190,8 @@ class GradientReducer:
         order_after([tf.cond(due, compare, lambda: 0)])
 
     def _key(self, variables: Sequence[Any]) -> str:
-        # In the main thread, variables whose shapes differ by mistake must match under one name, so that the
-        # error shows the shapes. The order of other threads may vary, so shapes distinguish their models.
+        # In the main thread, keys must match even if shapes differ by mistake, so that the error shows the
+        # shapes. Other threads may run in any order, so there, shapes distinguish the models.
         shape = len if threading.current_thread() is threading.main_thread() else tuple
         described = repr([(shape(item.shape), tf.as_dtype(item.dtype).name) for item in variables])
         key = f"{self.name}.{hashlib.blake2b(described.encode(), digest_size=4).hexdigest()}"
@@ -205,9 +206,9 @@ class GradientReducer:
     def _call(
         self, key: str, pattern: str, part: int | str, last: bool, tensors: Sequence[Any] = ()
     ) -> Call:
-        """Return the call for a part of a step's gradients. The first part's name is always the same.
+        """Return the call for a part of a step's gradients. The name of the first part is always the same.
 
-        ``tensors``: Variables of the gradients, for messages.
+        ``tensors`` contains the variables of the gradients, for messages.
         """
         fields = (Collective.ALLREDUCE, f"{key}.{part}", self.operation, *self.scales)
         mark = self.step_mark if last else StepMark.NONE

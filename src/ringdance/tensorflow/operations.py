@@ -1,13 +1,13 @@
-"""Collectives on TensorFlow tensors, under Horovod's names.
+"""Collectives on TensorFlow tensors, with Horovod's names.
 
 They work eagerly, in a ``tf.function`` and in ``tf.compat.v1`` graphs, and are differentiable. Unlike in
-Horovod, all of them support bfloat16, bool, complex numbers and all integers.
+Horovod, all collectives support bfloat16, bool, complex numbers and all integer dtypes.
 
-The arguments documented for ``allreduce`` mean the same everywhere. ``name`` is the key that matches the
-ranks' calls. Without a name, eager calls match by order. Calls in a graph match by their operation's name,
-which is made from the tensor's name and the name scopes (with ``ignore_name_scope``, without the scopes).
-``process_set`` contains the participating ranks. Errors are ``tf.errors`` classes. In eager calls they are
-also Ringdance's classes.
+The arguments documented for ``allreduce`` have the same meaning in all functions. ``name`` is the key that
+matches the ranks' calls. Without a name, eager calls match by order. Calls in a graph match by the name of
+their operation, which consists of the tensor's name and, unless ``ignore_name_scope`` is set, the name
+scopes. ``process_set`` contains the participating ranks. Errors are instances of ``tf.errors`` classes, and
+in eager calls also of Ringdance's classes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Tensor = Any
 
 
 def _run(call: Call, tensors: Sequence[Tensor], ignore_name_scope: bool = False) -> list[Tensor]:
-    """Run a call. In a graph, an unnamed call gets its operation's name."""
+    """Run a call. In a graph, an unnamed call gets the name of its operation."""
     if tf.executing_eagerly():
         return perform(call, tensors)
     kind = ("Grouped" if call.grouped else "") + call.kind.name.title()
@@ -57,8 +57,8 @@ def _reduce(
 
 
 def _label(tensor: Tensor) -> str:
-    """Return a tensor's name in the graph, in a form that can be part of another name."""
-    # The name of an eager tensor from outside the graph is a number that counts this process's tensors.
+    """Return a tensor's name in the graph, in a form that can be used in other names."""
+    # The name of an eager tensor from outside the graph is a number, which may differ between ranks.
     return "captured" if tensor.op.name.isdigit() else re.sub("[^a-zA-Z0-9]", "_", tensor.name)
 
 
@@ -72,7 +72,7 @@ def _group(tensors: Sequence[Tensor]) -> list[Tensor]:
 def _tensor(value: Any) -> Tensor:
     if isinstance(value, tf.IndexedSlices) or (isinstance(value, tf.Tensor) and tf.executing_eagerly()):
         return value
-    return tf.convert_to_tensor(value)  # In a graph this also captures tensors from outside.
+    return tf.convert_to_tensor(value)  # In a graph, this also captures tensors from outside.
 
 
 @plain
@@ -82,12 +82,12 @@ def allreduce(
     postscale_factor: float = 1.0, name: str | None = None, process_set: ProcessSet = global_process_set,
     ignore_name_scope: bool = False,
 ) -> Tensor:
-    """Return the reduction of ``tensor`` over all ranks, with the same shape and type.
+    """Return the reduction of ``tensor`` over all ranks, with the same shape and dtype.
 
     Args:
-        tensor: A tensor with equal shape and type on all ranks, or ``tf.IndexedSlices``. With IndexedSlices,
-            the result holds the sum of each row that any rank has.
-        average: Deprecated form of ``op``: True means Average, False means Sum.
+        tensor: A tensor with the same shape and dtype on all ranks, or ``tf.IndexedSlices``. For
+            IndexedSlices, the result contains the reduction of each row that any rank has.
+        average: Deprecated: use ``op``. True means Average, False means Sum.
         device_dense: Device on which a dense tensor enters the exchange.
         device_sparse: Device on which IndexedSlices enter the exchange.
         compression: ``Compression.none``, ``.fp16``, ``.bf16`` or an object with compress and decompress.
@@ -96,11 +96,11 @@ def allreduce(
         postscale_factor: Factor applied to the result.
         name: Key that matches the ranks' calls.
         process_set: The participating ranks.
-        ignore_name_scope: If True, a graph's name scopes are not part of the key.
+        ignore_name_scope: If True, name scopes of a graph are not part of the key.
 
     Raises:
         ValueError: Both ``average`` and ``op`` are passed, or ``op`` is unknown.
-        NotImplementedError: IndexedSlices with an operation other than Average or Sum, or with factors.
+        NotImplementedError: IndexedSlices are passed with factors, or ``op`` is not Average or Sum for them.
         tf.errors.OpError: FailedPreconditionError on all ranks if their calls do not match.
             InvalidArgumentError for an error that only this rank can detect.
     """
@@ -121,7 +121,7 @@ def _reduce_rows(
         )
     if (call.prescale, call.postscale) != (1.0, 1.0):
         raise NotImplementedError("IndexedSlices do not support prescale_factor and postscale_factor.")
-    # Like TensorFlow, divide integers into fractions.
+    # As in TensorFlow, the average of integers may be a fraction.
     fractions = call.operation is ReduceOp.AVERAGE and slices.dtype.is_integer
     if fractions:
         call = call.but(operation=ReduceOp.SUM)
@@ -143,7 +143,7 @@ def grouped_allreduce(
     postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
     ignore_name_scope: bool = False, name: str | None = None,
 ) -> list[Tensor]:
-    """Return the reductions of several tensors: dense tensors together, IndexedSlices one at a time."""
+    """Reduce several tensors. Dense tensors are reduced together, and IndexedSlices one at a time."""
     group = _group(tensors)
     call = allreduce_call(name, average, op, prescale_factor, postscale_factor, process_set, True)
     dense = [tensor for tensor in group if not isinstance(tensor, tf.IndexedSlices)]
@@ -182,7 +182,7 @@ def broadcast(
     tensor: Tensor, root_rank: int, name: str | None = None, ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
-    """Return the tensor of global rank ``root_rank``. Shapes and types are equal on all ranks."""
+    """Return the tensor of global rank ``root_rank``. Shapes and dtypes must match on all ranks."""
     call = movement(Collective.BROADCAST, name, process_set, root=root_rank)
     return _run(call, [_tensor(tensor)], ignore_name_scope)[0]
 
@@ -212,18 +212,18 @@ def alltoall(
     tensor: Tensor, splits: Any = None, name: str | None = None, ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Send ``splits[j]`` rows to the set's rank j. Receive rows from every rank, in rank order.
+    """Send ``splits[j]`` rows to rank j of the set, and return the received rows in rank order.
 
     Args:
         tensor: Tensor with at least one dimension. All dimensions except the first must match across ranks.
-        splits: Rows to send to each rank (int32). Their sum may be less than the number of rows. By default
-            all ranks get equal shares.
+        splits: Number of rows to send to each rank (int32). The sum may be less than the number of rows in
+            ``tensor``. By default, the rows are split equally.
         name: Key that matches the ranks' calls.
-        ignore_name_scope: If True, a graph's name scopes are not part of the key.
+        ignore_name_scope: If True, name scopes of a graph are not part of the key.
         process_set: The participating ranks.
 
     Returns:
-        The received rows. If ``splits`` is given, also the number of rows from each rank (int32).
+        The received rows. If ``splits`` is given, also the number of rows received from each rank (int32).
     """
     call = movement(Collective.ALLTOALL, name, process_set, equal_splits=splits is None)
     args = [_tensor(tensor)] if splits is None else [_tensor(tensor), tf.convert_to_tensor(splits, tf.int32)]
@@ -237,9 +237,9 @@ def reducescatter(
     name: str | None = None, process_set: ProcessSet = global_process_set, ignore_name_scope: bool = False,
     prescale_factor: float = 1.0, postscale_factor: float = 1.0,
 ) -> Tensor:
-    """Reduce (Average or Sum) and return this rank's rows.
+    """Reduce ``tensor`` over all ranks (Average or Sum), and return this rank's share of the rows.
 
-    With d rows and n ranks, each rank gets d // n rows, and the first d % n ranks get one more.
+    For d rows and n ranks, each rank gets d // n rows, and the first d % n ranks get one more row each.
     """
     call = reducescatter_call(name, None, op, prescale_factor, postscale_factor, process_set)
     return _reduce(call, [tensor], device_dense, compression, ignore_name_scope)[0]
@@ -257,13 +257,13 @@ def grouped_reducescatter(
 
 @plain
 def join() -> Tensor:
-    """Contribute zeros until all ranks have joined. Return the last rank to join."""
+    """Contribute zeros to other ranks' calls until all ranks have joined. Return the last rank to join."""
     return number("join")
 
 
 @plain
 def size_op(process_set_id: int = 0, name: str | None = None) -> Tensor:
-    """Return the number of ranks in a set as an int32 scalar. In graphs it is read at run time."""
+    """Return the number of ranks in a set as an int32 scalar. In a graph, it is determined at run time."""
     return number("size", process_set_id, name)
 
 
@@ -287,5 +287,5 @@ def local_rank_op(name: str | None = None) -> Tensor:
 
 @plain
 def process_set_included_op(process_set_id: int = 0, name: str | None = None) -> Tensor:
-    """Return 1 if this process is in the set, otherwise 0. See ``size_op``."""
+    """Return 1 if this process is a member of the set, otherwise 0. See ``size_op``."""
     return number("included", process_set_id, name)

@@ -48,7 +48,7 @@ class _Delegating(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
 
 
 class _Reducing(_Delegating):
-    """Reduces in ``compute_gradients``, which every training loop calls."""
+    """Reduces gradients in ``compute_gradients``, which every training loop calls."""
 
     def compute_gradients(self, *args: Any, **kwargs: Any) -> Any:
         """Return (gradient, variable) pairs with reduced gradients."""
@@ -67,10 +67,10 @@ class _Reducing(_Delegating):
 
 
 class _Delta(_Delegating):
-    """Adasum: each rank applies its own step, and the weight changes are combined."""
+    """Optimizer for Adasum. Each rank takes its own step, and then the weight changes are combined."""
 
     def apply_gradients(self, grads_and_vars: Any, global_step: Any = None, name: str | None = None) -> Any:
-        """Apply this rank's gradients, then move the weights by the combined changes of all ranks."""
+        """Take this rank's step, then replace its weight changes with the combined changes of all ranks."""
         pairs = [(gradient, variable) for gradient, variable in grads_and_vars if gradient is not None]
         variables = [variable for _, variable in pairs]
         before = [tf.identity(variable) for variable in variables]
@@ -112,22 +112,22 @@ def DistributedOptimizer(
 
     Args:
         optimizer: A ``tf.compat.v1.train`` optimizer or a Keras optimizer.
-        name: Name of the optimizer and prefix of its exchanges' names. Default: "Distributed" (for Adasum
-            "DistributedDelta") followed by the class name.
+        name: Name of the optimizer and prefix of the names of its exchanges. The default is "Distributed"
+            ("DistributedDelta" for Adasum) followed by the class name.
         use_locking: Passed to ``tf.compat.v1.train.Optimizer``.
         device_dense: Device on which dense gradients enter the exchange.
         device_sparse: Device on which IndexedSlices enter the exchange.
         compression: ``Compression.fp16`` or ``.bf16`` halves the bytes of float32 gradients.
-        sparse_as_dense: Reduce IndexedSlices as dense tensors instead of gathering their rows.
-        backward_passes_per_step: Steps whose gradients are summed before they are reduced and applied.
+        sparse_as_dense: If True, reduce IndexedSlices as dense tensors instead of gathering their rows.
+        backward_passes_per_step: Number of passes whose gradients are summed, then reduced and applied.
         op: Average, Sum or Adasum. Adasum combines the weight changes instead of the gradients.
-        gradient_predivide_factor: Divides gradients before the sum, which is then multiplied by it (Average
-            only).
-        average_aggregated_gradients: Divide the sums by ``backward_passes_per_step``.
+        gradient_predivide_factor: Gradients are divided by this factor before the sum, and the sum is
+            multiplied by it (Average only).
+        average_aggregated_gradients: If True, divide the sums by ``backward_passes_per_step``.
         num_groups: Deprecated. Use ``groups``.
         groups: Number of groups, or lists of variables that are exchanged together.
         process_set: The participating ranks. On other ranks the optimizer is local.
-        scale_local_gradients: Divide gradients of local variables by the number of ranks.
+        scale_local_gradients: If True, divide gradients of local variables by the number of ranks.
 
     Raises:
         ArgumentError: An argument is wrong.

@@ -1,4 +1,4 @@
-"""Gradient sums over several passes before a reduction."""
+"""Sum gradients over several backward passes before they are reduced."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class PassSums:
 
     Args:
         passes: Number of passes to sum.
-        average: If True, the mean is reduced instead of the sum.
+        average: If True, reduce the mean of the passes instead of the sum.
 
     Attributes:
         counter: Variable that counts the passes since the last exchange. None before the first pass.
@@ -49,20 +49,20 @@ class PassSums:
         self.passes = passes
         self.average = average
         self.counter: Any = None
-        self._sums: dict[int, Any] = {}  # By the variable's id. The variable is kept next to its sum.
+        self._sums: dict[int, Any] = {}  # Maps a variable's id to the variable and its sum.
         self._full: Any = None  # In a session's graph: True in the last pass before an exchange.
 
     @plain
     def add(self, gradients: list[Any], variables: Sequence[Any], reduce: Reduce) -> list[Any]:
-        """Return the gradients to apply: reduced sums in the last of the passes, otherwise zeros.
+        """Return the gradients to apply: the reduced sums in the last pass of a step, otherwise zeros.
 
         Args:
             gradients: Dense tensors or None.
-            variables: Variable of each gradient.
-            reduce: Receives the sums (``None`` for a variable that never had a gradient) and the variables.
+            variables: The variable of each gradient.
+            reduce: Called with the sums (``None`` for variables that never had a gradient) and the variables.
 
         Raises:
-            ArgumentError: There are IndexedSlices.
+            ArgumentError: ``gradients`` contains IndexedSlices.
         """
         if any(isinstance(gradient, tf.IndexedSlices) for gradient in gradients):
             raise ArgumentError(
@@ -102,7 +102,7 @@ class PassSums:
 
     @plain
     def apply(self, apply: Callable[[], Any], skip: Callable[[], Any]) -> Any:
-        """Run ``apply`` in the last of the passes, otherwise ``skip``. Return a tensor that is True."""
+        """Run ``apply`` in the last pass of a step, otherwise ``skip``. Returns a tensor with value True."""
         if self.counter is None:
             return apply()
 
@@ -127,7 +127,7 @@ class PassSums:
 
 
 def reduce_pairs(pairs: Pairs, reduce: Reduce, sums: PassSums | None, sparse_as_dense: bool) -> Pairs:
-    """Return (gradient, variable) pairs with reduced gradients, summed over several passes by ``sums``."""
+    """Return the pairs with reduced gradients. If ``sums`` is given, it first sums them over the passes."""
     gradients, variables = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
     if sums is None:
         return list(zip(reduce(gradients, variables), variables, strict=True))
@@ -137,5 +137,5 @@ def reduce_pairs(pairs: Pairs, reduce: Reduce, sums: PassSums | None, sparse_as_
 
 
 def _variable(shape: Any, dtype: Any) -> Any:
-    with tf.init_scope():  # Not in a tf.function, which may create variables only in its first trace.
+    with tf.init_scope():  # A tf.function can create variables only in its first trace.
         return tf.Variable(lambda: tf.zeros(shape, dtype), trainable=False, name=_NAME)

@@ -26,8 +26,9 @@ def broadcast_variables(
 ) -> Any:
     """Assign the values of global rank ``root_rank`` to TensorFlow or Keras variables, except random seeds.
 
-    All ranks pass the same number of variables. Between the passes of a step, each rank keeps its own Keras 3
-    gradient sums, unless they are all zero. ``inplace`` is accepted and ignored: values are always assigned.
+    All ranks must pass the same number of variables. Between the passes of a step, each rank keeps its own
+    gradient sums (Keras 3), unless they are all zero. ``inplace`` is accepted but has no effect: values are
+    always assigned.
 
     Returns:
         ``None``. In a ``tf.compat.v1`` graph, the operation to run.
@@ -50,7 +51,7 @@ def broadcast_global_variables(root_rank: int) -> Any:
     """
     if tf.executing_eagerly():
         raise RuntimeError(
-            "broadcast_global_variables() works only in graphs of tf.compat.v1. In eager execution, use "
+            "broadcast_global_variables() works only in tf.compat.v1 graphs. In eager execution, use "
             "hvd.broadcast_variables(model.variables, root_rank=0) after the first step."
         )
     return broadcast_variables(tf.compat.v1.global_variables(), root_rank)
@@ -60,9 +61,8 @@ class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):  # type: 
     """Broadcasts all variables when a ``tf.compat.v1.train.MonitoredTrainingSession`` starts.
 
     Args:
-        root_rank: Global rank whose values all ranks receive, including values that only it has loaded from a
-            checkpoint.
-        device: Device for the operation.
+        root_rank: Global rank of the root, which may be the only rank that has loaded a checkpoint.
+        device: Device of the operation.
     """
 
     def __init__(self, root_rank: int, device: str = "") -> None:
@@ -86,7 +86,7 @@ def broadcast_object(
     obj: Any, root_rank: int = 0, session: Any = None, name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Return the root's object, which cloudpickle must support, on every member. ``session`` is ignored."""
+    """Return the root's object on all members. cloudpickle must support it. ``session`` has no effect."""
     with as_tensorflow():
         return objects.broadcast_object(obj, root_rank, name, process_set)
 
@@ -95,7 +95,7 @@ def broadcast_object_fn(
     root_rank: int = 0, session: Any = None, name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Callable[[Any], Any]:
-    """Return ``broadcast_object`` as a function of the object only."""
+    """Return a function that takes an object and calls ``broadcast_object`` with these arguments."""
     return lambda obj: broadcast_object(obj, root_rank, session, name, process_set)
 
 

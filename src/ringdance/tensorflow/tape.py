@@ -18,7 +18,7 @@ from ringdance.training.process_sets import ProcessSet, global_process_set
 
 
 class _Tape:
-    """Methods of a distributed tape, mixed in before the tape's own class."""
+    """Mixin with the methods of a distributed tape. It precedes the tape's own class."""
 
     _reducer: GradientReducer
 
@@ -37,7 +37,7 @@ class _Tape:
             target: Passed to the tape's own method.
             sources: Variables, in the same order on all ranks.
             output_gradients: Passed to the tape's own method.
-            use_generic_names: Accepted and ignored. Names never depend on how the function was traced.
+            use_generic_names: Accepted but has no effect. Names never depend on how a function was traced.
             **others: Passed to the tape's own method (``unconnected_gradients``).
         """
         computed = super().gradient(target, sources, output_gradients, **others)  # type: ignore[misc]
@@ -52,7 +52,7 @@ class _Tape:
         self, target: Any, sources: Sequence[Any], output_gradients: Any = None,
         use_generic_names: bool = False,
     ) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:
-        """Return two lists of (source, gradient) pairs: local sources, then others with reduced gradients."""
+        """Return two lists of (source, gradient) pairs: one for local sources, one for reduced gradients."""
         listed = list(sources)
         gradients = self.gradient(target, listed, output_gradients, use_generic_names)
         pairs = list(zip(listed, gradients, strict=True))
@@ -69,23 +69,23 @@ def DistributedGradientTape(
 ) -> Any:
     """Return a tape that shares the recording of ``gradtape`` and whose ``gradient`` reduces over the ranks.
 
-    Works eagerly and in a ``tf.function``, and may be created before or after the ``with`` block.
+    It works eagerly and in a ``tf.function``, and can be created before or after the ``with`` block.
 
     Args:
         gradtape: A ``tf.GradientTape``.
         device_dense: Device on which dense gradients enter the exchange.
         device_sparse: Device on which IndexedSlices enter the exchange.
         compression: ``Compression.fp16`` or ``.bf16`` halves the bytes of float32 gradients.
-        sparse_as_dense: Reduce IndexedSlices as dense tensors instead of gathering their rows.
+        sparse_as_dense: If True, reduce IndexedSlices as dense tensors instead of gathering their rows.
         op: Average, Sum, Adasum, Min, Max or Product.
-        gradient_predivide_factor: Divides gradients before the sum, which is then multiplied by it (Average
-            only).
+        gradient_predivide_factor: Gradients are divided by this factor before the sum, and the sum is
+            multiplied by it (Average only).
         num_groups: Deprecated. Use ``groups``.
         groups: Number of groups, or lists of variables that are exchanged together.
-        process_set: The participating ranks. On other ranks gradients stay local.
-        scale_local_gradients: Divide gradients of local sources by the number of ranks.
-        name: Name of the exchanges, the same on all ranks. If threads train several models, use one name per
-            model.
+        process_set: The participating ranks. On other ranks, gradients stay local.
+        scale_local_gradients: If True, divide gradients of local sources by the number of ranks.
+        name: Name of the exchanges, the same on all ranks. If several threads train models, use a different
+            name for each model.
 
     Raises:
         ArgumentError: An argument is wrong.
@@ -99,7 +99,7 @@ def DistributedGradientTape(
     base = type(gradtape)
     if issubclass(base, _Tape):
         raise ArgumentError("This tape is already a DistributedGradientTape.")
-    # Not an attribute of the tape: several distributed tapes may share one recording.
+    # A class attribute, because several distributed tapes may share one recording and its attributes.
     options = {"__module__": __name__, "_reducer": reducer}
     result: Any = object.__new__(type(base.__name__, (_Tape, base), options))
     result.__dict__ = gradtape.__dict__
@@ -115,7 +115,7 @@ def PartialDistributedGradientTape(
 ) -> Any:
     """Return a ``DistributedGradientTape`` that keeps the gradients of some Keras layers local.
 
-    ``local_layers`` is one or several built layers. Their trainable weights may differ between ranks, even in
+    ``local_layers`` is one built layer or several. Their trainable weights may differ between ranks, even in
     shape and number.
 
     Raises:

@@ -14,7 +14,7 @@ from ringdance.training.gradients.cores import share_of_cores
 
 
 def _chosen() -> int:
-    """Return the number of threads within an operation that the user has set, or 0."""
+    """Return the number of intra-op threads that the user has set, or 0."""
     text = os.environ.get("TF_NUM_INTRAOP_THREADS", "")
     number = tf.config.threading.get_intra_op_parallelism_threads()
     return int(number) or (int(text) if text.isdigit() else 0)
@@ -33,9 +33,9 @@ def computing_threads() -> int:
 def _limit() -> None:
     """Limit TensorFlow to this rank's share of the cores, after ``init()``.
 
-    Otherwise each process would compute on all cores of the host. A number set by the user is kept, and so
-    are the threads if TensorFlow was already in use. The number of operations that run concurrently is not
-    limited, because a call that waits for other ranks blocks a thread.
+    Otherwise, each process would compute on all cores of the host. The number of threads stays the same if
+    the user has set it or TensorFlow was already in use. The number of operations that run concurrently is
+    not limited, because a call that waits for other ranks blocks a thread.
     """
     if session.engine().local_size > 1 and not _chosen():
         with contextlib.suppress(RuntimeError):  # TensorFlow was already in use.

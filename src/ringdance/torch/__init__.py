@@ -1,9 +1,9 @@
 """Ringdance for PyTorch: ``import ringdance.torch as hvd``.
 
-Names, signatures and results match Horovod's torch module. Each function's docstring describes them.
+Names, signatures and results match Horovod's torch module. See the docstring of each function.
 """
 
-from ringdance.training.exports import *  # isort: skip  # Comes first, because some names are replaced below.
+from ringdance.training.exports import *  # isort: skip  # Must come first: some names are redefined below.
 
 from ringdance.torch import elastic as elastic
 from ringdance.torch import operations

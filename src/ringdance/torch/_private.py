@@ -1,7 +1,7 @@
-"""All private names of torch that the binding uses: the reason, the versions, and the fallback.
+"""All private names of torch that the binding uses, with the reason and the fallback for each.
 
-Present in torch 2.2 to 2.14. Each name is looked up when this module is imported. If one is missing, the
-binding works as described here. The tests also cover that case.
+These names exist in torch 2.2 to 2.14. They are looked up when this module is imported. If a name is missing,
+the binding uses the fallback described in this file. The tests also cover this case.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 _MESSAGE = "Ringdance's communication between processes cannot be part of a compiled graph"
 
 # torch._C._dynamo.eval_frame: marks a code object so that Dynamo compiles neither its frames nor the frames
-# that they call. This costs nothing per call, and torch._dynamo, whose import takes seconds, is not needed.
-# Without it, a wrapper applies torch.compiler.disable as soon as torch._dynamo is loaded.
+# that they call. This costs nothing per call and does not import torch._dynamo, which takes seconds. If the
+# name is missing, a wrapper applies torch.compiler.disable as soon as torch._dynamo is loaded.
 try:
     from torch._C._dynamo import eval_frame as _eval_frame
 
@@ -30,11 +30,11 @@ except (ImportError, AttributeError):
 
 
 def compiler_disable(function: F) -> F:
-    """Exclude a function from ``torch.compile``, like ``torch.compiler.disable``. Returns it or a wrapper."""
+    """Exclude a function from ``torch.compile``, as ``torch.compiler.disable`` does. May return a wrapper."""
     if _SKIP is None:
         return _disabled_later(function)
     _eval_frame.set_code_exec_strategy(function.__code__, _SKIP)
-    # If traced code calls the function, Dynamo reads these attributes and breaks the graph with the message.
+    # When traced code calls the function, Dynamo reads these attributes, breaks the graph and shows _MESSAGE.
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     function._torchdynamo_disable_msg = _MESSAGE  # type: ignore[attr-defined]
     return function
@@ -56,15 +56,15 @@ def _disabled_later(function: F) -> F:
     return call  # type: ignore[return-value]
 
 
-# torch._C._current_graph_task_id: the id of the backward pass that this thread is running, -1 outside a pass.
-# Ids increase: a pass within another pass has the higher id.
+# torch._C._current_graph_task_id: the id of the backward pass that this thread is running, or -1 if there is
+# none. Ids increase, so a nested pass has a higher id than the pass that contains it.
 graph_task: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)
 
 
 def has_run_backward() -> bool:
-    """Return True if this process has run a backward pass, other than through ``torch.distributed``."""
+    """Return True if this process has run a backward pass. Always False if it uses ``torch.distributed``."""
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if distributed or "ringdance.torch.backend" in sys.modules:  # Pipeline training averages nothing.
+    if distributed or "ringdance.torch.backend" in sys.modules:  # Pipeline training averages no gradients.
         return False
     tasks: list[int] = []
     with torch.enable_grad():
@@ -74,16 +74,18 @@ def has_run_backward() -> bool:
     return tasks[0] > 0  # Passes are numbered from 0.
 
 
-# Variable._execution_engine.queue_callback: calls a function at the end of the pass. DDP uses it too.
+# Variable._execution_engine.queue_callback: calls a function at the end of the current backward pass.
+# DistributedDataParallel uses it, too.
 _queue_callback: Callable[[Callable[[], None]], None] | None = getattr(
     getattr(torch.autograd.Variable, "_execution_engine", None), "queue_callback", None
 )
 
 
 def has_end_callback() -> bool:
-    """Return True if ``queue_callback`` will call back in this backward pass. False without these names.
+    """Return True if a function passed to ``queue_callback`` now would be called.
 
-    Compiled autograd accepts callbacks from code that it has not compiled, but does not call them.
+    False if torch lacks one of these names. Compiled autograd accepts callbacks from code that it has not
+    compiled, but never calls them.
     """
     compiled = sys.modules.get("torch._dynamo.compiled_autograd")
     inside = getattr(compiled, "in_compiled_autograd_region", False)
@@ -96,8 +98,8 @@ def queue_callback(function: Callable[[], None]) -> None:
     _queue_callback(function)
 
 
-# torch._C._current_autograd_node: the node that this thread is running, None in callbacks at a pass's end.
-# Without it, these callbacks count as part of the pass.
+# torch._C._current_autograd_node: the autograd node that this thread is running, or None in callbacks at the
+# end of a pass. If the name is missing, these callbacks count as part of the pass.
 _node: Callable[[], Any] = getattr(torch._C, "_current_autograd_node", lambda: True)
 
 
@@ -107,16 +109,16 @@ def end_is_ahead() -> bool:
 
 
 # BackwardCFunction: its methods run the backward() of each torch.autograd.Function written in Python, with
-# the node of the graph as ``self``. Without it, nested passes count as separate passes.
+# the graph node as ``self``. If the methods are missing, nested passes count as separate passes.
 _RUNS_BACKWARD = frozenset(
     method.__code__ for method in vars(BackwardCFunction).values() if hasattr(method, "__code__")
 )
 
 
 def outermost_function_node() -> Any:
-    """Return the node of the outermost ``Function.backward`` that this thread is in, or None outside of any.
+    """Return the node of the outermost ``Function.backward`` that this thread is running, or None.
 
-    A pass that starts inside such a node is part of the node's pass, as in checkpointing with
+    A pass that starts inside such a node is part of the pass that runs the node, as in checkpointing with
     ``use_reentrant=True``.
     """
     node, frame = None, sys._getframe(1)
@@ -129,33 +131,33 @@ def outermost_function_node() -> Any:
 
 
 # Attributes that torch itself reads from optimizers and their step(). If a torch version uses other names,
-# learning rate schedulers warn that step() was not called, and hooks of a step may run twice.
+# learning rate schedulers warn that step() was not called, and step hooks may run twice.
 
 
 def note_step(optimizer: Any) -> None:
-    """Note that ``step()`` was called. Learning rate schedulers warn if they are called before it."""
+    """Record that ``step()`` was called. Without this, learning rate schedulers warn that it was not."""
     optimizer._opt_called = True
 
 
 def counts_steps(step: Any) -> None:
-    """Mark a ``step`` as the wrapper by which learning rate schedulers count."""
+    """Mark a ``step`` function as the wrapper with which learning rate schedulers count steps."""
     step._wrapped_by_lr_sched = True
 
 
 def hooks_run_inside(step: Any) -> None:
-    """Mark a ``step`` that calls the optimizer's own step, around which torch already runs the hooks."""
+    """Mark a ``step`` that calls the base class's ``step``, for which torch already runs the step hooks."""
     step.hooked = True
 
 
-# torch.nn.modules.batchnorm._BatchNorm: the base class of all batch norms. Without it, only BatchNorm1d, its
-# subclasses and torch's SyncBatchNorm are converted.
+# torch.nn.modules.batchnorm._BatchNorm: the base class of all batch norm layers. If the name is missing, only
+# BatchNorm1d, its subclasses and torch's SyncBatchNorm are converted.
 BatchNorm: Any = getattr(torch.nn.modules.batchnorm, "_BatchNorm", torch.nn.BatchNorm1d)
 
 
-# Tensor._indices and _values: the entries of a sparse tensor, coalesced or not. Without them, entries with
-# equal indices are summed first, because the public indices() and values() need a coalesced tensor.
+# Tensor._indices and _values: the entries of a sparse tensor, coalesced or not. If a name is missing, entries
+# with equal indices are summed first, because the public indices() and values() need a coalesced tensor.
 def sparse_entries(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the indices, shape (dimensions, entries), and the values of a sparse tensor."""
+    """Return the indices of a sparse tensor, with shape (dimensions, entries), and its values."""
     plain = tensor.detach()
     if hasattr(plain, "_indices") and hasattr(plain, "_values"):
         return plain._indices(), plain._values()
@@ -163,30 +165,32 @@ def sparse_entries(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return plain.indices(), plain.values()
 
 
-# GradScaler._per_optimizer_states: records which gradients were unscaled since the last update(). Restoring a
-# state does not reset it. Without it, unscale_() raises after an error between unscale_() and update().
+# GradScaler._per_optimizer_states: records which gradients were unscaled since the last update().
+# load_state_dict() does not reset it. If the name is missing and an error occurs between unscale_() and
+# update(), the first unscale_() after the restore raises.
 def forget_unscaled(scaler: Any) -> None:
-    """Make a GradScaler treat all gradients as not unscaled yet. Has no effect on other objects."""
+    """Make a GradScaler treat all gradients as still scaled. Has no effect on other objects."""
     getattr(scaler, "_per_optimizer_states", {}).clear()
 
 
 def divided_by(tensor: Any) -> str | None:
-    """Return the part of torch.distributed that has sharded a tensor, or None for a plain tensor.
+    """Return a name for the feature of torch.distributed that has sharded a tensor, or None if it is plain.
 
-    A DTensor has a device mesh, which is a public attribute. FSDP1 marks its parameters with
-    ``_fsdp_flattened``. Without that mark, they are treated as plain tensors.
+    DTensors have the public attribute ``device_mesh``. FSDP1 marks its parameters with the private attribute
+    ``_fsdp_flattened``. If it no longer does, they are treated as plain tensors.
     """
     if hasattr(tensor, "device_mesh"):
         return "torch.distributed (it is a DTensor, as with fully_shard)"
     return "FullyShardedDataParallel" if getattr(tensor, "_fsdp_flattened", False) else None
 
 
-# True while a torch profiler is recording. Without it, each wait creates a span, which takes microseconds.
+# torch.autograd.profiler._is_profiler_enabled: True while a torch profiler is recording. If the name is
+# missing, each wait creates a span, which takes microseconds.
 profiler_running: Callable[[], bool] = functools.partial(
     getattr, torch.autograd.profiler, "_is_profiler_enabled", True
 )
 
-# Methods of torch's process groups that have other names in later versions.
+# Methods of torch's process groups that were renamed in later versions, with their older names.
 _OLDER = {
     "all_gather_single": "_allgather_base", "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
     "reduce_scatter_single": "_reduce_scatter_base", "all_to_all_single": "alltoall_base",
@@ -195,13 +199,14 @@ _OLDER = {
 
 
 def renamed(group: Any, name: str) -> Any:
-    """Return the method of a process group, under the name it has in this version of torch."""
+    """Return a method of a process group by its newer name, even if this version of torch uses the older."""
     return getattr(group, name) if hasattr(group, name) else getattr(group, _OLDER[name])
 
 
-# torch._C._distributed_c10d: the place where torch.ops._c10d_functional.wait_tensor finds a tensor's work.
-# torch's own groups register their works in C++. Without these names, wait_tensor does not wait for a tensor
-# that was passed to dist.all_reduce(async_op=True). torch itself registers functional collectives.
+# torch._C._distributed_c10d: registers the work that torch.ops._c10d_functional.wait_tensor waits for.
+# torch's own groups register their works in C++. If a name is missing, wait_tensor does not wait for a tensor
+# that was passed to dist.all_reduce(async_op=True). torch itself registers the works of functional
+# collectives.
 _distributed: Any = getattr(torch._C, "_distributed_c10d", None)
 _registers_works: Callable[[], bool] = getattr(
     _distributed, "_allow_inflight_collective_as_graph_input", lambda: False
@@ -209,7 +214,7 @@ _registers_works: Callable[[], bool] = getattr(
 
 
 def register_work(tensors: Sequence[torch.Tensor], work: Any) -> None:
-    """Make ``wait_tensor`` wait for a work when called on these tensors, if the caller has asked for that."""
+    """Make ``wait_tensor`` wait for this work when called on these tensors, if this is enabled in torch."""
     if _registers_works():
         for tensor in tensors:
             _distributed._register_work(tensor, work)

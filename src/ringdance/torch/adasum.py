@@ -1,4 +1,4 @@
-"""DistributedOptimizer for Adasum: combines the changes that each rank would make to the weights."""
+"""DistributedOptimizer with op=Adasum: combines the weight changes that each rank would make."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from ringdance.training.exports import Adasum
 
 
 class AdasumOptimizer(Wrapped):
-    """Mixin for Adasum. Each rank steps locally, then Adasum combines the changes of all ranks.
+    """Mixin for Adasum. Each rank takes a local step. Adasum then combines the weight changes of all ranks.
 
     State such as momentum is local to each rank. If a rank has no gradient for a parameter, its change is
     zero, so Adasum uses only the other ranks' changes.
     """
 
     def synchronize(self) -> None:
-        """Do nothing: there is nothing to wait for before ``step()``."""
+        """Do nothing, because the exchange is part of ``step()``."""
 
     def skip_synchronize(self) -> NoReturn:
-        """Raise AssertionError, because the exchange is part of the step."""
+        """Raise AssertionError, because the exchange is part of ``step()``."""
         raise AssertionError("skip_synchronize() cannot be used with op=Adasum: step() does the exchange.")
 
     @compiler_disable
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step locally, combine the weight changes over all ranks, and return the closure's value."""
+        """Take a local step, combine the weight changes of all ranks, and return the closure's value."""
         value = closure() if closure is not None else None
         self._add_new()
         compression = self._options.compression

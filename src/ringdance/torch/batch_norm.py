@@ -1,4 +1,4 @@
-"""Batch normalization over the batches of all ranks, on CPU and GPU."""
+"""Synchronized batch normalization across all ranks, on CPU and GPU."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def _per_channel(values: Tensor, like: Tensor) -> Tensor:
 class _Normalise(torch.autograd.Function):
     """Normalizes each channel by its mean and variance over all ranks.
 
-    Each rank contributes the count, sum and sum of squares of its batch. Batches may have different sizes,
-    or be empty.
+    Each rank contributes the count, sum and sum of squares of its batch. Batches may differ in size or be
+    empty.
     """
 
     @staticmethod
@@ -35,9 +35,9 @@ class _Normalise(torch.autograd.Function):
             variance, mean = torch.var_mean(wide, axes, correction=0)
         else:
             variance = mean = wide.new_zeros(channels)
-        # In float64, a difference of squares has all digits of the variance that float32 can represent.
+        # Computed in float64, the difference of squares gives the variance to the full precision of float32.
         mean, variance, centre = mean.double(), variance.double(), mean.new_zeros(channels).double()
-        if input.dtype is torch.float64:  # float64 has more digits: use squared distances from the mean.
+        if input.dtype is torch.float64:  # For more precision, use squared distances from the mean.
             own = torch.cat([mean.new_ones(1), mean]) * count
             every = ops.allreduce(own, name="sync_batch_norm.centre", op=Sum)
             centre = every[1:] / every[0]
@@ -82,17 +82,17 @@ class _Normalise(torch.autograd.Function):
 
 
 class SyncBatchNorm(BatchNorm):  # type: ignore[misc]
-    """Batch normalization with statistics over the batches of all ranks together.
+    """Batch normalization with statistics computed over the batches of all ranks.
 
     Replaces ``BatchNorm1d``, ``2d`` and ``3d`` for input of shape (N, C), (N, C, L), ... with up to five
-    dimensions. N may differ between ranks. With one rank, and in evaluation with tracked statistics, it is
-    plain batch norm. Gradients of weight and bias cover this rank's elements only; DistributedOptimizer
-    averages them.
+    dimensions. N may differ between ranks. With one rank, or in evaluation mode with running statistics, it
+    works like plain batch norm. The gradients of weight and bias cover only this rank's elements.
+    DistributedOptimizer averages them.
 
     Args:
         num_features: Number of channels C.
         eps: Value added to the variance.
-        momentum: Weight of new statistics in the running statistics, or ``None`` for a plain average.
+        momentum: Weight of new statistics in the running statistics, or ``None`` for a cumulative average.
         affine: If True, weight and bias are trained.
         track_running_stats: If True, running statistics are kept.
 
@@ -108,9 +108,10 @@ class SyncBatchNorm(BatchNorm):  # type: ignore[misc]
 
     @classmethod
     def convert_sync_batchnorm(cls, module: torch.nn.Module) -> torch.nn.Module:
-        """Replace each batch norm in ``module``, including torch's ``SyncBatchNorm``, with this class.
+        """Replace each batch norm layer in ``module``, including torch's ``SyncBatchNorm``, with this class.
 
-        Parameters and buffers stay the same objects. Returns ``module``, or its replacement.
+        Parameters and buffers stay the same objects. Returns ``module``, or its replacement if ``module`` is
+        itself a batch norm layer.
         """
         result = module
         if isinstance(module, (BatchNorm, torch.nn.SyncBatchNorm)) and not isinstance(module, cls):
@@ -126,11 +127,11 @@ class SyncBatchNorm(BatchNorm):  # type: ignore[misc]
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
-            raise ArgumentError(f"SyncBatchNorm needs 2 dimensions (N, C) or more, got {tuple(input.shape)}.")
+            raise ArgumentError(f"SyncBatchNorm needs at least 2 dimensions, got shape {tuple(input.shape)}.")
 
     @compiler_disable
     def forward(self, input: Tensor) -> Tensor:
-        """Return the normalized input, in its shape and type."""
+        """Return the normalized input, with the same shape and dtype."""
         self._check_input_dim(input)
         own = self.training or self.running_mean is None
         if not own or session.engine().size == 1:

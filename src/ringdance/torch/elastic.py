@@ -1,4 +1,4 @@
-"""Training that continues after an error: ``hvd.elastic.run``, ``TorchState`` and ``ElasticSampler``.
+"""Elastic training, which continues after errors: ``hvd.elastic.run``, ``TorchState``, ``ElasticSampler``.
 
 See ``ringdance.training.elastic``.
 """
@@ -26,7 +26,7 @@ __all__ = [
 class ElasticSampler(ElasticIndices, torch.utils.data.Sampler[int]):
     """Gives each rank its share of a data set or, after a restart, its share of the rest of the epoch.
 
-    Put it in the state, so that it is committed with the weights::
+    Add it to the state, so that it is committed together with the weights::
 
         sampler = hvd.elastic.ElasticSampler(data)
         loader = torch.utils.data.DataLoader(data, batch_size=32, sampler=sampler)
@@ -39,10 +39,10 @@ class ElasticSampler(ElasticIndices, torch.utils.data.Sampler[int]):
         state.epoch += 1
         state.sampler.set_epoch(state.epoch)   # at the end of the epoch
 
-    ``ringdance.training.elastic.ElasticIndices`` describes the distribution of samples and the attributes.
+    See ``ringdance.training.elastic.ElasticIndices`` for the attributes and for how samples are distributed.
 
     Args:
-        dataset: Data set with a length.
+        dataset: Data set that supports ``len()``.
         shuffle: If True, each epoch has a different order.
         seed: Seed for shuffling, the same on all ranks.
 
@@ -58,7 +58,8 @@ class ElasticSampler(ElasticIndices, torch.utils.data.Sampler[int]):
 class StateHandler:
     """Saves, restores and synchronizes an object that has ``state_dict`` and ``load_state_dict``.
 
-    For objects with a small state, such as learning rate schedulers: rank 0's state is sent as one object.
+    ``sync`` sends rank 0's state as one object, so use it for objects with a small state, such as learning
+    rate schedulers.
 
     Attributes:
         value: The object.
@@ -78,20 +79,20 @@ class StateHandler:
         self.value.load_state_dict(copy.deepcopy(self._saved))
 
     def sync(self) -> None:
-        """Load rank 0's state. The saved state does not change."""
+        """Load rank 0's state on all ranks. The saved state does not change."""
         self.value.load_state_dict(broadcast_object(self.value.state_dict(), name="elastic.object"))
 
     def set_value(self, value: Any) -> None:
-        """Switch to another object, and save its state."""
+        """Handle another object from now on, and save its state."""
         self.value = value
         self.save()
 
     def reset(self) -> None:
-        """Adapt to the restarted job, whose ranks may differ."""
+        """Adapt to the restarted job, in which the ranks may have changed."""
 
 
 class ModelStateHandler(StateHandler):
-    """Handles modules."""
+    """Handler for modules."""
 
     def sync(self) -> None:
         """Broadcast parameters and buffers, in place."""
@@ -99,7 +100,7 @@ class ModelStateHandler(StateHandler):
 
 
 class OptimizerStateHandler(StateHandler):
-    """Handles optimizers, wrapped by DistributedOptimizer or not."""
+    """Handler for optimizers, distributed or not."""
 
     def sync(self) -> None:
         """Broadcast the optimizer's state and options."""
@@ -107,17 +108,18 @@ class OptimizerStateHandler(StateHandler):
 
 
 class SamplerStateHandler(StateHandler):
-    """Handles ElasticSampler."""
+    """Handler for ``ElasticSampler``."""
 
     def reset(self) -> None:
         """Distribute the remaining samples among the current ranks, even without a ``sync``."""
         self.value.reset()
 
 
-_GradScaler: type = getattr(torch.amp, "GradScaler", torch.cuda.amp.GradScaler)  # PyTorch before 2.3
+# Before version 2.3, PyTorch has only torch.cuda.amp.GradScaler.
+_GradScaler: type = getattr(torch.amp, "GradScaler", torch.cuda.amp.GradScaler)
 
 # The first matching entry is used. Schedulers and scalers are tied to this rank's optimizer, so rank 0's
-# object must not replace them on other ranks, as it would for a plain attribute.
+# object must not replace them on other ranks, as it would if they were plain attributes.
 _registry: list[tuple[type, type[StateHandler]]] = [
     (torch.nn.Module, ModelStateHandler),
     (torch.optim.Optimizer, OptimizerStateHandler),
@@ -133,7 +135,7 @@ def get_handler_registry() -> list[tuple[type, type[StateHandler]]]:
 
 
 def set_handler_registry(registry: list[tuple[type, type[StateHandler]]]) -> None:
-    """Use a different list for states created from now on."""
+    """Replace the registry. Applies to states that are created after this call."""
     global _registry
     _registry = registry
 
@@ -153,9 +155,9 @@ class TorchState(ObjectState):
     another object to such an attribute (``state.model = other``), that object is tracked and saved from
     then on.
 
-    ``sync`` gives all ranks rank 0's current weights and attributes. The saved state remains the last commit
-    (on ranks other than 0, with that rank's weights). So ``restore`` must be followed by ``sync``, as in
-    ``run``.
+    ``sync`` copies rank 0's current weights and attributes to all ranks. The saved state remains the last
+    commit, which on each rank contains the rank's own weights. Therefore, ``restore`` must be followed by
+    ``sync``, as in ``run``.
 
     Args:
         model: Module, or None.
@@ -172,7 +174,7 @@ class TorchState(ObjectState):
         super().__init__(**attributes)
 
     def save(self) -> None:
-        """Keep a copy of everything."""
+        """Save a copy of all objects and attributes."""
         for handler in self._handlers.values():
             handler.save()
         super().save()
@@ -180,8 +182,8 @@ class TorchState(ObjectState):
     def restore(self) -> None:
         """Go back to the last saved state. Modules, optimizers and samplers stay the same objects.
 
-        Gradients of modules and optimizers are dropped, including sums over several passes. Commit after
-        ``optimizer.step()``: a commit between the passes of a step does not keep their gradients.
+        Gradients are discarded, including gradients accumulated over several backward passes. Commit after
+        ``optimizer.step()``, because a commit between the backward passes of a step does not save gradients.
         """
         forget_all()
         for handler in self._handlers.values():
@@ -203,7 +205,7 @@ class TorchState(ObjectState):
             handler.reset()
 
     def _copied(self, value: Any) -> Any:
-        # A plain tensor is data. A tensor that is trained or part of a graph belongs to another object.
+        # A plain tensor is data, so copy it. A tensor that requires a gradient belongs to another object.
         if type(value) is torch.Tensor and not value.requires_grad:
             return value.clone()
         return super()._copied(value)
@@ -214,7 +216,7 @@ class TorchState(ObjectState):
             handlers[name].set_value(value)
         elif name in self.__dict__.get("_saved_state", ()):
             handler = _handler_for(value)
-            if handler is not None:  # For example, it was None before and is now a model.
+            if handler is not None:  # For example, the attribute was None and is now a model.
                 handlers[name] = handler
                 del self._saved_state[name]
         super().__setattr__(name, value)

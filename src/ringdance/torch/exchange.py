@@ -1,4 +1,4 @@
-"""Run collective calls on torch tensors, immediately or in the background, and record them for autograd."""
+"""Run collective calls on torch tensors, synchronously or asynchronously, and record them for autograd."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 Tensors = Sequence[Tensor]
 
-# Errors that converting a wrong argument may raise. See Note [Refused calls].
+# Errors that may be raised when a wrong argument is converted. See Note [Refused calls].
 WRONG_ARGUMENT = (ArgumentError, TypeError, ValueError, IndexError, AttributeError)
 
 compiler_disable(session.mark_step)  # Keras compiles whole steps, including this call.
@@ -45,24 +45,24 @@ tunables["overlap"] = OVERLAP
 def submit(
     call: Call, tensors: Tensors, in_place: bool = False, wake: bool = False, splits: Any = None
 ) -> Work:
-    """Submit a call. The result is a list of arrays, one for each tensor.
+    """Submit a call. The result of the returned work is a list of arrays, one for each tensor.
 
     Args:
         call: Call to submit.
-        tensors: Members of a group, or one tensor.
-        in_place: If True, results replace the tensors. For GPU tensors, ``copy_back`` must follow.
+        tensors: Tensors of a grouped call, or one tensor.
+        in_place: If True, the results overwrite the tensors. For GPU tensors, ``copy_back`` must follow.
         wake: If True, wake the engine thread to start the call. Callers that wait immediately pass False.
-        splits: For an alltoall, integers or an int32 tensor, or ``None`` for equal shares.
+        splits: Splits of an alltoall: integers, an int32 tensor, or ``None`` for equal shares.
 
     Raises:
-        ArgumentError: A tensor or an argument is wrong. Peers get the same message.
+        ArgumentError: A tensor or an argument is wrong. The other ranks get the same message.
     """
     engine = session.engine()
     try:
         rows = None if splits is None else (_array_of_splits(splits),)
         if (_by_torch["cpu"] or not getattr(tensors[0], "is_cpu", True)) and stays(call, tensors, engine):
             return _submit_device(call, engine, tensors, in_place, wake, rows)
-        if len(tensors) == 1:  # For a single tensor, avoid the 0.3 µs of a comprehension.
+        if len(tensors) == 1:  # Avoids the cost of a comprehension, which is 0.3 µs.
             views: tuple[Array, ...] = (array_of(tensors[0], in_place),)
         else:
             views = tuple([array_of(tensor, in_place) for tensor in tensors])
@@ -73,7 +73,7 @@ def submit(
     if in_place:
         outputs = views
     elif call.keeps_shapes:
-        # NumPy's alignment is enough for torch. Letting the engine allocate takes 2 µs more.
+        # NumPy's alignment is sufficient for torch. Allocation by the engine would take 2 µs more.
         first = np.empty(views[0].shape, views[0].dtype)
         outputs = (first,) if len(views) == 1 else (first, *map(np.empty_like, views[1:]))
     return call.submit(engine, views, outputs, rows, wake)
@@ -92,7 +92,7 @@ def _submit_device(
 
 
 def stays(call: Call, tensors: Tensors, engine: Engine) -> bool:
-    """Return True if torch's communicator exchanges the tensors. The same on all ranks."""
+    """Return True if torch's communicator exchanges the tensors. The result is the same on all ranks."""
     scales, kind = (call.prescale, call.postscale), getattr(tensors[0], "device", torch.device("meta")).type
     return (
         _by_torch.get(kind, False) and not engine.sets.find(call.set_id).alone
@@ -106,11 +106,11 @@ def stays(call: Call, tensors: Tensors, engine: Engine) -> bool:
 
 
 def any_by_torch(tensors: Tensors) -> bool:
-    """Return True if torch's communicator exchanges tensors like the first one."""
+    """Return True if torch's communicator exchanges tensors on the first tensor's device type."""
     return bool(tensors) and _by_torch.get(tensors[0].device.type, False)
 
 
-# Kinds of devices whose tensors are exchanged through torch.distributed.
+# For each device type, True if its tensors are exchanged through torch.distributed.
 _by_torch = {"cpu": False, "cuda": False}
 
 
@@ -125,13 +125,13 @@ session.at_init(_at_init)
 
 
 def _listed(call: Call, tensors: Iterable[Tensor], compression: Any = Compression.none) -> list[Any]:
-    """Return a call's tensors as a list. With compression, its elements are (compressed tensor, context)."""
+    """Return a call's tensors as a list. With compression, it contains (compressed tensor, context) pairs."""
     try:
         listed = list(tensors)
         if not listed:
             raise IndexError("A group needs at least one tensor.")
         if any([tensor.is_cpu != listed[0].is_cpu for tensor in listed]):
-            raise UnsupportedOperationError("A group's tensors must all be on the CPU or all on a GPU.")
+            raise UnsupportedOperationError("The tensors of a group must all be on the CPU or all on a GPU.")
         if compression is not Compression.none:
             return [compression.compress(tensor) for tensor in listed]
     except WRONG_ARGUMENT as error:
@@ -141,16 +141,16 @@ def _listed(call: Call, tensors: Iterable[Tensor], compression: Any = Compressio
 
 
 def _array_of_splits(splits: Any) -> Array:
-    """Return splits as an array. Accepts Horovod's types: a list or tuple of integers, or an int32 tensor."""
+    """Return splits as an array. As in Horovod, they are a list or tuple of integers, or an int32 tensor."""
     if not isinstance(splits, Tensor):
         return np.asarray(splits)
     if splits.dtype is not torch.int32:
-        raise ArgumentError(f"splits must be a list or a tensor of type int32, got {splits.dtype}.")
+        raise ArgumentError(f"splits must be a list or an int32 tensor, got a {splits.dtype} tensor.")
     return splits.detach().cpu().numpy()
 
 
 def _results(work: Work, like: Tensors, splits: Any = None) -> list[Tensor]:
-    """Return results as tensors on the devices of ``like``. For an alltoall, add the received splits."""
+    """Return results as tensors on the devices of ``like``. For an alltoall, append the received splits."""
     received: Sequence[Any] | None = work.received_splits
     if isinstance(work.result, DeviceResults):
         results, received = list(await_results(work.result)), work.result.received
@@ -176,11 +176,11 @@ def copy_back(tensors: Tensors, work: Work) -> None:
 def run(
     call: Call, tensors: Tensors, compression: Any = Compression.none, splits: Any = None
 ) -> list[Tensor]:
-    """Run a call and return its results, recorded for backward if a tensor requires a gradient.
+    """Run a call and return its results. Autograd records the call if a tensor requires a gradient.
 
     Args:
         call: Call to run.
-        tensors: Members of a group, or one tensor.
+        tensors: Tensors of a grouped call, or one tensor.
         compression: Casts the tensors for the exchange, and casts the results back.
         splits: Splits of an alltoall.
     """
@@ -200,7 +200,7 @@ def run(
 
 
 def run_in_place(call: Call, tensors: Tensors) -> Any:
-    """Run a call whose results replace the tensors, and return the tensors."""
+    """Run a call whose results overwrite the tensors, and return the tensors."""
     if call.grouped:
         tensors = _listed(call, tensors)
     work = submit(call, tensors, True)
@@ -210,7 +210,7 @@ def run_in_place(call: Call, tensors: Tensors) -> Any:
 
 
 def start(call: Call, tensors: Tensors, in_place: bool = False, splits: Any = None) -> int:
-    """Start a call and return a handle. ``synchronize`` returns the result, or a tuple for a group."""
+    """Start a call and return a handle. ``synchronize`` returns the result, or a tuple for a grouped call."""
     if call.grouped:
         tensors = _listed(call, tensors)
 
@@ -245,7 +245,10 @@ class _Recorded(torch.autograd.Function):
 
 
 def _gradients(call: Call, given: Tensors, rows: list[int], received: Tensor | None) -> list[Tensor]:
-    """Compute the gradients of a call's tensors from its results' gradients. ``rows``: rows per tensor."""
+    """Compute the gradients of a call's inputs from the gradients of its results.
+
+    ``rows`` contains the number of rows of each input.
+    """
     engine = session.engine()
     back = call.backward(engine)
     scaled = [tensor * back.scale for tensor in given] if back.scale != 1.0 else given

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ringdance.core.engine import Engine
     from ringdance.training.collectives import Call
 
-# Compressions that treat each element independently, so that a flat tensor can be compressed as a whole.
+# Compressors that work element by element, so that several tensors can be compressed as one flat tensor.
 _CASTS = (Compression.none, Compression.fp16, Compression.bf16)
 
 
@@ -48,8 +48,8 @@ class Gradients:
     """The gradients of ``parameters``, by index. See ``training.gradients.source.GradientSource``.
 
     A dense contiguous gradient on the CPU is reduced in place. Other gradients (on a GPU, compressed, or
-    non-contiguous as in channels_last) are reduced in a copy, which ``write_back`` copies back. The list
-    ``parameters`` may grow (see ``GradientExchange.extend``).
+    non-contiguous as in channels_last) are reduced in a copy, and ``write_back`` copies the results back. The
+    list ``parameters`` may grow (see ``GradientExchange.extend``).
     """
 
     advice = (
@@ -73,7 +73,7 @@ class Gradients:
 
     @property
     def on_device(self) -> bool:
-        """True if torch's communicator exchanges plain gradients: see ``exchange.stays``."""
+        """True if torch's communicator exchanges plain gradients. See ``exchange.stays``."""
         return any_by_torch(self.parameters)
 
     def nbytes(self, index: int) -> int:
@@ -81,7 +81,7 @@ class Gradients:
         return self.parameters[index].nbytes
 
     def sample(self, indices: Sequence[int], names: Sequence[str]) -> tuple[list[str], Array]:
-        """Return names (index and shape for nameless parameters) and a sample."""
+        """Return the parameters' names (index and shape if unnamed) and a sample of their elements."""
         parameters = [self.parameters[index] for index in indices]
         shown = [
             f"parameter {index}, of shape {tuple(parameter.shape)}" if ".noname." in name else name
@@ -101,7 +101,7 @@ class Gradients:
         return kinds
 
     def unreduced(self, computed: bytearray) -> list[int]:
-        """Return the parameters whose gradient is neither ``computed`` nor left there by ``write_back``."""
+        """Return the indices of gradients that were neither ``computed`` nor set by ``write_back``."""
         if 0 not in computed:
             return []
         unreduced, left = [], self._left
@@ -113,23 +113,23 @@ class Gradients:
         return unreduced
 
     def forget(self) -> None:
-        """Stop treating any gradient as the result of an exchange, because all were cleared."""
+        """Forget which gradients are results of an exchange, because all gradients were cleared."""
         self._left.clear()
 
     def settle(self) -> None:
-        """Note the end of a step. Later changes to the results of exchanges belong to the next step."""
+        """Note the end of a step. Later changes to reduced gradients belong to the next step."""
         left = {index: reference() for index, reference in self._left.items()}
         self._versions = {index: _version_of(grad) for index, grad in left.items() if grad is not None}
 
     def forget_changed(self) -> None:
-        """Stop treating gradients as results of an exchange if they have changed since ``settle``."""
+        """No longer treat gradients as results of an exchange if they have changed since ``settle``."""
         for index, version in self._versions.items():
             gradient = self._left[index]() if index in self._left else None
             if gradient is not None and _version_of(gradient) != version:
                 del self._left[index]
 
     def buffers(self, indices: Sequence[int], zeros: bytes) -> tuple[Array, ...]:
-        """Return contiguous views of the gradients to reduce in place, with zeros for missing ones."""
+        """Return contiguous views of the gradients to reduce in place, with zeros for missing gradients."""
         views = None if zeros else self.gradient_views(indices)
         if views is not None:
             return views
@@ -162,7 +162,7 @@ class Gradients:
         return call.submit(engine, views, views, wake=wake)
 
     def open_direct(self, engine: Engine, set_id: int, name: str) -> bool:
-        """Create the communicator for ``launch``. All members call this, and it blocks."""
+        """Create the communicator for ``launch``, if possible. Blocks until all members have called this."""
         devices = {parameter.device for parameter in self.parameters}
         if self._direct is None and self.compression in _CASTS and len(devices) == 1:
             self._opened += 1  # The same on all members.
@@ -171,7 +171,10 @@ class Gradients:
         return self._direct is not None
 
     def launch(self, call: Call, indices: Sequence[int]) -> Launched | None:
-        """Exchange one flat copy of gradients per dtype, without a round. None if the dtypes have changed."""
+        """Exchange one flat copy of the gradients per dtype, without a round.
+
+        Returns None if the dtypes have changed.
+        """
         assert self._direct is not None
         gradients = self._dense(indices, b"")
         if self._agreed.get(tuple(indices)) != [gradient.dtype for gradient in gradients]:
@@ -187,7 +190,7 @@ class Gradients:
     def close_direct(self) -> None:
         """Abort the communicator for ``launch``, once the buckets of earlier passes are complete.
 
-        The host runs ahead of the GPU, which may still be exchanging the buckets that become the gradients.
+        The host runs ahead of the GPU, so the GPU may still be exchanging these buckets.
         """
         if self._direct is not None:
             wait_on_host(self._delivered)
@@ -195,7 +198,7 @@ class Gradients:
             self._direct = self._delivered = None
 
     def _dense(self, indices: Sequence[int], zeros: bytes) -> list[Tensor]:
-        """Return dense contiguous gradients, or zeros if missing or excluded. Does not modify gradients."""
+        """Return dense contiguous gradients, with zeros for missing or excluded ones. Does not modify any."""
         gradients = []
         for index in indices:
             parameter = self.parameters[index]
@@ -209,7 +212,10 @@ class Gradients:
         self, indices: Sequence[int], work: Work | Launched, contexts: list[Any],
         places: list[list[int]] | None,
     ) -> None:
-        """Copy results from the device to the gradients. ``places``: the gradients in each flat tensor."""
+        """Copy results of ``send`` or ``launch`` to the gradients.
+
+        ``places`` contains the positions of the gradients in each flat tensor, or is None for ``send``.
+        """
         pairs = zip(await_results(work.result), contexts, strict=True)
         results = [self.compression.decompress(*pair) for pair in pairs]
         if places is not None:
@@ -235,7 +241,7 @@ class Gradients:
         if self.compression is not Compression.none:
             return None
         try:
-            # Fails for None, and for tensors that NumPy refuses: GPU, sparse, bfloat16, or requiring grad.
+            # Raises for None and for tensors that NumPy rejects (GPU, sparse, bfloat16, or requiring grad).
             views = tuple([self.parameters[n].grad.numpy() for n in indices])  # type: ignore[union-attr]
         except (AttributeError, TypeError, RuntimeError):
             return None
@@ -254,7 +260,7 @@ class Gradients:
         return views
 
     def write_back(self, indices: Sequence[int], union: bytes) -> None:
-        """Write back results that were reduced in a copy. Gradients that were sparse become sparse again."""
+        """Copy back results that were reduced in a copy. Gradients that were sparse become sparse again."""
         if (sent := self._sent.pop(tuple(indices), None)) is not None:
             self._write_sent(indices, *sent)
         if self._copies:

@@ -19,7 +19,8 @@ _all: weakref.WeakValueDictionary[int, Hooks] = weakref.WeakValueDictionary()
 def release(parameters: Sequence[Tensor], but: Hooks | None = None) -> None:
     """Close the hooks of all optimizers that share some of the parameters, except ``but``.
 
-    All ranks call this at the same point, because the garbage collector runs at different times on each rank.
+    All ranks must call this at the same point. Do not rely on the garbage collector, which runs at different
+    times on each rank.
     """
     taken = set(map(id, parameters))
     for reference in _all.valuerefs():
@@ -45,22 +46,23 @@ class Hooks:
 
     Note [Backward passes within others]
     Checkpointing with ``use_reentrant=True`` runs a backward pass inside a node of another pass, at any
-    depth. All parameters may be used in inner passes only. An inner pass ends when the outermost pass does.
-    torch runs a callback at the end of the pass that the thread is running when the callback is queued. So an
-    inner pass must wait until the thread is back in the outermost pass: it hooks one of the nodes that the
-    outermost pass runs next, after the node that contains the inner pass. A pass that raises an error never
-    gets there, and its hook does nothing in later passes.
+    depth. It is possible that every parameter is used only in inner passes. An inner pass counts as part of
+    the outermost pass. torch runs a callback at the end of the pass that the thread is running when the
+    callback is queued. Therefore, the callback cannot be queued before the thread is back in the outermost
+    pass. So the inner pass adds a hook to one of the nodes that the outermost pass runs next, after the node
+    that contains the inner pass. If a pass raises an error before it reaches that node, the hook remains, but
+    does nothing in later passes.
 
     Args:
         parameters: Parameters to watch if they require gradients. The list may grow. See ``watch``.
-        exchange: Exchange of their gradients. If torch has no callback for the end of a pass and the exchange
-            is ``early``, so that the end matters, the first gradient raises an error. If it is not ``early``,
-            each gradient counts as a pass.
+        exchange: Exchange of their gradients. If torch has no callback for the end of a pass, and the
+            exchange is ``early`` and therefore needs it, the first gradient raises an error. If the exchange
+            is not ``early``, each gradient counts as a pass.
     """
     def __init__(self, parameters: Sequence[Tensor], exchange: GradientExchange) -> None:
         self.parameters = parameters
         self.exchange = exchange
-        self._tasks: dict[int, int] = {}  # Passes whose end is awaited, and the step in which each began.
+        self._tasks: dict[int, int] = {}  # The step in which each unfinished pass began.
         self._handles: dict[int, Any] = {}
         self.close = weakref.finalize(self, _close, self._handles, exchange)
         self.close.atexit = False
@@ -91,7 +93,7 @@ class Hooks:
         if not _private.has_end_callback():
             if self.exchange.early:
                 raise ArgumentError(
-                    "torch has no callback for the end of this backward pass, as in compiled autograd. Set "
+                    "torch cannot report the end of this backward pass, as with compiled autograd. Set "
                     "torch._dynamo.config.compiled_autograd = False, or pass reduce_in_backward=False to "
                     "DistributedOptimizer, which then reduces gradients in step(), after any clipping."
                 )
@@ -111,7 +113,7 @@ class Hooks:
             handle.remove()
             self._tasks.pop(task, None)
             outer = _private.graph_task()
-            # Task ids increase. If this pass began later, the hook was left over by a pass that failed.
+            # Task ids increase. If the current pass began later, the hook was left behind by a failed pass.
             if 0 <= outer < task and outer not in self._tasks:
                 self._wait_for_end()
 
@@ -120,9 +122,9 @@ class Hooks:
     @compiler_disable
     def _end(self) -> None:
         task = _private.graph_task()
-        if task not in self._tasks:  # Two threads have requested the same callback.
+        if task not in self._tasks:  # Two threads have queued the same callback.
             return
         began_in = self._tasks[task]
-        for past in [number for number in self._tasks if number <= task]:  # Includes passes that raised.
+        for past in [number for number in self._tasks if number <= task]:  # Includes passes that failed.
             del self._tasks[past]
         self.exchange.on_backward_end(began_in)

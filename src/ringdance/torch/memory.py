@@ -32,12 +32,12 @@ _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
 def host_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's values as a contiguous CPU tensor without gradient: the tensor itself if possible.
+    """Return a tensor's values as a contiguous CPU tensor without gradient. Copies only if needed.
 
-    Tensors that are not contiguous are copied (Horovod refuses them). GPU tensors go to pinned memory.
+    Non-contiguous tensors are copied (Horovod rejects them). GPU tensors are copied to pinned memory.
 
     Raises:
-        ArgumentError: This is not a dense tensor, or it has no data.
+        ArgumentError: The argument is not a dense tensor, or the tensor has no data.
     """
     if not isinstance(tensor, torch.Tensor):
         raise ArgumentError(f"Expected a torch.Tensor, got {type(tensor).__name__}.")
@@ -48,8 +48,8 @@ def host_tensor(tensor: torch.Tensor) -> torch.Tensor:
         )
     if divided_by(tensor) is not None and hasattr(tensor, "to_local"):
         raise ArgumentError(
-            "A DTensor is sharded across processes by torch.distributed. Pass tensor.to_local(), this "
-            "process's shard, or tensor.full_tensor(), the whole tensor."
+            "A DTensor is sharded across processes by torch.distributed. Pass tensor.to_local() for this "
+            "process's shard, or tensor.full_tensor() for the complete tensor."
         )
     if tensor.layout is not torch.strided:
         raise ArgumentError(
@@ -63,16 +63,16 @@ def host_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def block_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor with these values in one block of memory, without gradient. Copies only if needed."""
+    """Return a tensor's values as a contiguous tensor without gradient. Copies only if needed."""
     plain = tensor.detach() if tensor.requires_grad else tensor
     return plain.contiguous().resolve_conj().resolve_neg()
 
 
 def view_of(tensor: torch.Tensor) -> Array:
-    """Return a NumPy view of a contiguous CPU tensor without gradient. bfloat16 uses ml_dtypes.
+    """Return a NumPy view of a contiguous CPU tensor without gradient. Bfloat16 views use ml_dtypes.
 
     Raises:
-        ArgumentError: NumPy does not have this type.
+        ArgumentError: NumPy has no equivalent of the tensor's dtype.
     """
     try:
         if tensor.dtype is torch.bfloat16:
@@ -90,14 +90,14 @@ def array_of(tensor: torch.Tensor, in_place: bool = False) -> Array:
     """Return ``view_of(host_tensor(tensor))``, with a fast path for common tensors.
 
     Raises:
-        ArgumentError: The argument is not a dense tensor, its type cannot be sent, or it is not one block of
-            memory although ``in_place`` is set.
+        ArgumentError: The argument is not a dense tensor, its dtype cannot be sent, or ``in_place`` is True
+            and the tensor's memory cannot be written to as one block.
     """
     try:
         if tensor.is_cpu and tensor.dtype in _PLAIN and tensor.is_contiguous():
             return tensor.detach().numpy() if tensor.requires_grad else tensor.numpy()
     except (AttributeError, RuntimeError, TypeError):
-        pass  # Not a tensor, sparse, or with pending negation: handled below.
+        pass  # Not a tensor, a sparse tensor, or a tensor with a pending negation. Handled below.
     host = host_tensor(tensor)
     if in_place:
         check_in_place(tensor)
@@ -107,10 +107,10 @@ def array_of(tensor: torch.Tensor, in_place: bool = False) -> Array:
 def resizable_view(tensor: torch.Tensor) -> Array:
     """Return a NumPy view of a contiguous CPU tensor whose storage can be resized later, as in FSDP.
 
-    ``Tensor.numpy()`` prevents resizing permanently.
+    ``Tensor.numpy()`` would permanently prevent resizing.
 
     Raises:
-        ArgumentError: NumPy does not have this type.
+        ArgumentError: NumPy has no equivalent of the tensor's dtype.
     """
     dtype = view_of(tensor.new_empty(0)).dtype
     return array_at(tensor.data_ptr(), tuple(tensor.shape), dtype, tensor)
@@ -124,28 +124,28 @@ def from_array(array: Array) -> torch.Tensor:
 
 
 def check_in_place(tensor: torch.Tensor) -> None:
-    """Raise ArgumentError if a tensor's memory cannot be written to as one block."""
+    """Raise ArgumentError if a tensor's memory cannot be written to as one contiguous block."""
     if not tensor.is_contiguous():
         raise ArgumentError(
             f"An in-place operation needs a contiguous tensor, but this tensor has strides {tensor.stride()} "
-            f"for shape {tuple(tensor.shape)}. Use tensor.contiguous(), or the function without underscore."
+            f"for shape {tuple(tensor.shape)}. Use tensor.contiguous(), or the out-of-place function."
         )
     if tensor.is_conj() or tensor.is_neg():
         raise ArgumentError(
             "An in-place operation needs a tensor whose values are in memory, but this tensor is a view that "
-            "conjugates or negates them. Use tensor.resolve_conj().resolve_neg(), or the function without "
-            "underscore."
+            "conjugates or negates them. Use tensor.resolve_conj().resolve_neg(), or the out-of-place "
+            "function."
         )
 
 
 def sample_of(parameters: Sequence[Tensor]) -> Array:
-    """Return a sample of the elements. See ``weights``."""
+    """Return a sample of the parameters' elements. See ``training.gradients.weights``."""
 
     def take(one: Tensor) -> tuple[int, Array]:
         if one.is_complex():
             one = torch.view_as_real(one)
         if not one.is_floating_point():
-            raise TypeError("only floats are compared")
+            raise TypeError("only floating-point parameters are compared")
         size = one.numel()
         places = torch.arange(0, size, step_of(size), device=one.device)
         return size, one.detach().take(places).float().cpu().numpy()

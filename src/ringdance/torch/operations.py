@@ -1,11 +1,11 @@
 """The collective functions on torch tensors, with Horovod's names, argument order and results.
 
-Beyond Horovod: all functions accept bfloat16, uint8, int8, int16, unsigned, complex and bool tensors.
-Non-contiguous tensors are copied first. In-place operations raise an error for them instead.
+Unlike in Horovod, all functions accept bfloat16, uint8, int8, int16, unsigned, complex and bool tensors.
+Non-contiguous tensors are copied first, except by in-place operations, which raise an error for them.
 
-The arguments documented for ``allreduce`` mean the same everywhere. ``name`` is the key that matches the
-ranks' calls (unnamed calls match by order), and ``process_set`` contains the participating ranks. All
-functions raise the same kinds of errors.
+The arguments documented for ``allreduce`` have the same meaning in all functions. ``name`` is the key that
+matches the ranks' calls (unnamed calls match by order), and ``process_set`` contains the participating ranks.
+All functions raise the same kinds of errors.
 Variants with ``_async`` immediately return a handle for ``poll`` and ``synchronize``. Variants that end in
 ``_`` work in place and are not differentiable. ``grouped_`` variants exchange several tensors together.
 """
@@ -51,7 +51,7 @@ def allreduce(
 
     Args:
         tensor: Tensor with the same shape and dtype on all ranks.
-        average: Deprecated form of ``op``. True means Average, False means Sum.
+        average: Deprecated: use ``op``. True means Average, False means Sum.
         name: Key that matches this call with the other ranks' calls. Unnamed calls match by order.
         compression: ``Compression.none``, ``.fp16``, ``.bf16`` or an object with compress and decompress.
         op: Average (default), Sum, Adasum, Min, Max or Product.
@@ -60,8 +60,8 @@ def allreduce(
         process_set: The participating ranks.
 
     Raises:
-        ValueError: An argument is wrong. May be raised on this rank only.
-        MismatchError: Ranks passed different shapes, types or operations. Raised on all ranks.
+        ValueError: An argument is wrong. Other ranks may not get this error.
+        MismatchError: The ranks passed different shapes, dtypes or operations. Raised on all ranks.
     """
     call = allreduce_call(name, average, op, prescale_factor, postscale_factor, process_set)
     return run(call, (tensor,), compression)[0]
@@ -129,7 +129,7 @@ def reduce_gradients(
 ) -> list[Tensor]:
     """Reduce all gradients of a step, and end the step. The results may reuse the inputs' memory.
 
-    ``parameters`` are the parameters' names, for messages.
+    ``parameters`` contains the parameter names, which are used in messages.
     """
     labels.note(f"grouped_allreduce.{name}", name, "gradients", parameters)
     call = allreduce_call(name, None, op, prescale, postscale, process_set, True, pattern=pattern)
@@ -158,10 +158,11 @@ def grouped_allreduce_async_(
 def sparse_allreduce_async(
     tensor: Tensor, name: str | None, op: int | None, process_set: ProcessSet = global_process_set
 ) -> Callable[[], Tensor]:
-    """Start gathering a sparse tensor's entries. The returned function waits and returns a sparse tensor.
+    """Start to gather the entries of all ranks' sparse tensors. Returns a function that waits for the result.
 
-    Entries with equal indices from different ranks stay separate (``coalesce()`` sums them). Average divides
-    the values by the number of ranks. Any other ``op`` leaves them unscaled, so they sum.
+    The result is a sparse tensor. Entries with equal indices from different ranks stay separate
+    (``coalesce()`` sums them). Average divides the values by the number of ranks. Any other ``op`` leaves
+    them unscaled, like Sum.
     """
     if not tensor.is_sparse:
         raise ArgumentError(f"sparse_allreduce_async needs a sparse tensor, got {tensor.type()}.")
@@ -184,7 +185,7 @@ def sparse_allreduce_async(
 def allgather(
     tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
-    """Concatenate the ranks' tensors along dimension 0, whose size may differ. Differentiable."""
+    """Concatenate the ranks' tensors along dimension 0, whose size may differ by rank. Differentiable."""
     call = movement(Collective.ALLGATHER, name, process_set)
     if isinstance(tensor, Tensor) and tensor.dim() == 0:
         error = IndexError("allgather needs a tensor with at least one dimension. Use tensor.reshape(1).")
@@ -217,7 +218,7 @@ def grouped_allgather_async(
 def broadcast(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
-    """Return global rank ``root_rank``'s tensor. All ranks pass the same shape and dtype. Differentiable."""
+    """Return the tensor of global rank ``root_rank``. Shapes and dtypes must match. Differentiable."""
     return run(movement(Collective.BROADCAST, name, process_set, root=root_rank), (tensor,))[0]
 
 
@@ -231,7 +232,7 @@ def broadcast_async(
 def broadcast_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
-    """Overwrite ``tensor`` with global rank ``root_rank``'s tensor, and return it."""
+    """Overwrite ``tensor`` with the tensor of global rank ``root_rank``, and return it."""
     return run_in_place(movement(Collective.BROADCAST, name, process_set, root=root_rank), (tensor,))[0]
 
 
@@ -245,12 +246,12 @@ def broadcast_async_(
 def alltoall(
     tensor: Tensor, splits: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Send ``splits[j]`` rows to rank j of the set. Receive rows in rank order. Differentiable.
+    """Send ``splits[j]`` rows to rank j of the set. Returns received rows in rank order. Differentiable.
 
     Args:
         tensor: Tensor with at least one dimension. All dimensions except the first must match across ranks.
-        splits: Number of rows to send to each rank, as a list or int32 tensor. The sum may be less than the
-            tensor's number of rows. By default, the rows are split equally.
+        splits: Number of rows to send to each rank, as a list or an int32 tensor. The sum may be less than
+            the number of rows in ``tensor``. By default, the rows are split equally.
         name: Key that matches this call with the other ranks' calls.
         process_set: The participating ranks.
 
@@ -272,9 +273,9 @@ def reducescatter(
     tensor: Tensor, name: str | None = None, compression: Any = Compression.none, op: int = Average,
     process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
 ) -> Tensor:
-    """Reduce (Average or Sum) and return this rank's rows.
+    """Reduce ``tensor`` over all ranks (Average or Sum), and return this rank's share of the rows.
 
-    For d rows and n ranks, each rank gets d // n rows, and the first d % n ranks get one more.
+    For d rows and n ranks, each rank gets d // n rows, and the first d % n ranks get one more row each.
     """
     call = reducescatter_call(name, None, op, prescale_factor, postscale_factor, process_set)
     return run(call, (tensor,), compression)[0]
@@ -308,10 +309,12 @@ def grouped_reducescatter_async(
 
 
 def join(device: int = -1) -> int:
-    """Contribute zeros to the other ranks' calls until all have joined.
+    """Contribute zeros to the other ranks' calls until all ranks have joined.
+
+    ``device`` is accepted but has no effect.
 
     Returns:
-        The global rank that joined last, the same on all ranks. ``device`` is accepted but has no effect.
+        The global rank that joined last. The result is the same on all ranks.
     """
     return collectives.join(session.engine())
 

@@ -50,14 +50,14 @@ _log = logging.getLogger("ringdance")
 
 
 class _Distributed(Wrapped):
-    """Mixin for distributed optimizers, placed before the optimizer's own class in the bases."""
+    """Mixin for distributed optimizers. Precedes the optimizer's own class in the list of base classes."""
 
     # Defaults are class attributes, so that a copied optimizer starts with them.
     _skip = False
     _by_hand = False  # True if synchronize() has been called since the last step.
 
     def _connect(self) -> None:
-        """Create the exchange and watch the parameters. Local. All ranks connect in the same order."""
+        """Create the exchange and watch the parameters. All ranks must call this in the same order."""
         options, engine = self._options, session.engine()
         bind([options.process_set])  # A copy may come from another job.
         self._connected = True
@@ -93,14 +93,14 @@ class _Distributed(Wrapped):
                 f"The DistributedOptimizer for {self._options.names[0]} and others no longer reduces "
                 "gradients: another DistributedOptimizer was created later for some of its parameters, or it "
                 "was closed. Use the later optimizer, or call DistributedOptimizer() again to take the "
-                "parameters back. Optimizers that are used in turn must not share parameters."
+                "parameters back. Optimizers that are used alternately must not share parameters."
             )
 
     def close(self) -> None:
-        """Stop reducing gradients. All ranks call this at the same point.
+        """Stop reducing gradients. All ranks must call this at the same point.
 
-        An optimizer that is no longer referenced is closed automatically. If it is in a reference cycle, this
-        waits for the garbage collector, which runs at different times on different ranks.
+        An optimizer that is no longer referenced is closed automatically. If it is part of a reference cycle,
+        the garbage collector closes it, but at different times on different ranks.
         """
         if self._hooks is not None and self._hooks.close.alive:
             release(self._options.parameters)
@@ -122,7 +122,7 @@ class _Distributed(Wrapped):
 
     @compiler_disable
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """From now on, exchange gradients after this many backward passes. Only call this between steps."""
+        """Set the number of backward passes per exchange of gradients. Call this only between steps."""
         super().set_backward_passes_per_step(passes)
         self._prepare()
         if self._exchange is not None:
@@ -131,7 +131,7 @@ class _Distributed(Wrapped):
 
     @compiler_disable
     def synchronize(self) -> None:
-        """Ensure that gradients are reduced. Only needed before backward_passes_per_step is reached."""
+        """Ensure that gradients are reduced. Needed only before backward_passes_per_step is reached."""
         self._prepare()
         self._finish_exchange()
         self._by_hand = True
@@ -236,8 +236,8 @@ def DistributedOptimizer(
         compression: ``Compression.fp16`` or ``.bf16`` halves the bytes of float32 gradients.
         backward_passes_per_step: Backward passes whose gradients are summed locally before each exchange.
         op: Average, Sum or Adasum (which combines the changes of the weights, not the gradients).
-        gradient_predivide_factor: Divides gradients before the sum, which is then multiplied by it (Average
-            only).
+        gradient_predivide_factor: Gradients are divided by this factor before the sum, and the sum is
+            multiplied by it (Average only).
         num_groups: Deprecated. Use ``groups``.
         groups: Number of groups, or lists of parameters to exchange together.
         sparse_as_dense: If True, reduce sparse gradients as dense ones instead of gathering them.
@@ -245,7 +245,8 @@ def DistributedOptimizer(
         reduce_in_backward: If False, exchange only in ``step()``, once per step.
 
     Raises:
-        ArgumentError: An argument is wrong or, on several ranks, a parameter is sharded across processes.
+        ArgumentError: An argument is wrong, or there are several ranks and a parameter is sharded across
+            processes.
     """
     check_optimizer(optimizer)
     number = bound_id(process_set)
@@ -261,7 +262,7 @@ def DistributedOptimizer(
         release(parameters)
         return wrap(optimizer, AdasumOptimizer, options)
     if takes_part(process_set):
-        check_whole(names, parameters)  # Before the optimizer gets these options.
+        check_whole(names, parameters)  # Must precede wrap(), which changes the optimizer.
     result = wrap(optimizer, _Distributed, options)
     result._connect()
     if result._exchange is not None:
@@ -292,7 +293,7 @@ def _warn_of_idle(exchange: GradientExchange, wrapped: weakref.ref[Any]) -> None
 
 
 def _index_groups(num_groups: int, groups: Any, parameters: list[Tensor]) -> list[tuple[int, ...]]:
-    """Convert ``groups`` to indices. Raises ArgumentError unless it is a number or lists of parameters."""
+    """Convert ``groups`` to parameter indices. Raises ArgumentError if it has the wrong type."""
     if num_groups:
         warnings.warn("num_groups is deprecated; use groups=<number>.", DeprecationWarning, stacklevel=3)
         groups = num_groups if groups is None else groups

@@ -1,4 +1,4 @@
-"""Broadcast parameters and optimizer state from one rank to all."""
+"""Broadcast parameters and optimizer state from one rank to all ranks."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _broadcast_all(named: list[tuple[str, Tensor]], root_rank: int) -> None:
         return
     pending = []
     for name, tensor in named:
-        wire = block_of(tensor)  # Copies if the memory is not one contiguous block.
+        wire = block_of(tensor)  # A copy if the memory is not one contiguous block.
         call = movement(Collective.BROADCAST, name, global_process_set, root=root_rank)
         work = submit(call, (wire,), in_place=True)
         pending.append((tensor, wire, work))
@@ -70,7 +70,7 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
 
 
 class _TensorRef(NamedTuple):
-    """Replaces a tensor in a structure that is sent as an object."""
+    """Placeholder for a tensor in a structure that is sent as an object."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -78,7 +78,7 @@ class _TensorRef(NamedTuple):
 
 
 def _replaced(value: Any, kind: type, replacement: Callable[[Any], Any]) -> Any:
-    """Return a copy of a structure of dicts, lists and tuples, with the objects of a class replaced."""
+    """Return a copy of nested dicts, lists and tuples in which all objects of a class are replaced."""
     if isinstance(value, kind):
         return replacement(value)
     if isinstance(value, dict):
@@ -100,7 +100,7 @@ def _extract_tensors(value: Any, tensors: list[Tensor]) -> Any:
 
 
 def _insert_tensors(value: Any, tensors: list[Tensor], device: torch.device) -> Any:
-    """Return the structure with new zero tensors to broadcast into. They are also added to ``tensors``."""
+    """Return the structure with each reference replaced by a new zero tensor, and collect the tensors."""
 
     def insert(ref: _TensorRef) -> Tensor:
         tensors.append(torch.zeros(ref.shape, dtype=ref.dtype, device="cpu" if ref.on_cpu else device))
@@ -118,7 +118,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
     accepted but not needed.
 
     Raises:
-        ArgumentError: This rank's optimizer has a different number of parameters than the root's.
+        ArgumentError: The parameter groups on this rank and on the root have different sizes.
     """
     engine = session.engine()
     if engine.size == 1:
@@ -161,7 +161,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
 
 
 def snapshot(state: Any) -> Any:
-    """Return a copy of a state in host memory, which can be written while training continues.
+    """Return a copy of a state in host memory, which can be saved to a file while training continues.
 
     Args:
         state: A state_dict, or any structure of dicts, lists and tuples. Only tensors are copied.

@@ -1,4 +1,4 @@
-"""Base class of distributed optimizers, mixed in before the optimizer's own class, and its options."""
+"""Base class of the mixins for distributed optimizers, and the options of a distributed optimizer."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from ringdance.training.process_sets import ProcessSet
 
 @dataclass
 class OptimizerOptions:
-    """A distributed optimizer's arguments. Copies of the optimizer keep them.
+    """Arguments of a distributed optimizer. Copies of the optimizer keep them.
 
     Attributes:
         names: Parameter names, in the same order on all ranks.
         parameters: The optimizer's parameters, in the order of ``names``.
-        given: Names and parameters by parameter id, including parameters not yet in the optimizer.
+        given: (name, parameter) pairs by parameter id, including parameters not yet in the optimizer.
         operation, compression, process_set, passes, predivide, sparse_as_dense, early, groups: Arguments of
             ``DistributedOptimizer``. Groups contain parameter indices.
         seen: Ids of the parameters in the optimizer's groups at the last search for new parameters.
@@ -57,17 +57,17 @@ class OptimizerOptions:
         scales_of(self.operation, self.predivide)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "given": {}}  # Without parameters that are not in the copy.
+        return {**self.__dict__, "given": {}}  # It contains parameters that are not copied.
 
 
 class Wrapped:
-    """Mixin placed before the optimizer's own class in the bases. State is in the shared ``__dict__``.
+    """Mixin that precedes the optimizer's own class. Shares its ``__dict__`` with the wrapped optimizer.
 
     A copy (``copy.deepcopy`` or ``pickle``) is a distributed optimizer with its own parameters. It joins the
     job at its first ``zero_grad()`` or ``step()``. Outside a job, it is a plain optimizer.
     """
 
-    # Not in __dict__, which the wrapped optimizer shares, because it must not keep the exchange alive.
+    # Not in __dict__, because the wrapped optimizer shares it and must not keep the exchange alive.
     __slots__ = ("__dict__", "_connected", "_exchange", "_hooks")
 
     _options: OptimizerOptions
@@ -88,23 +88,24 @@ class Wrapped:
         return _blank, type(self).__bases__, self.__getstate__()
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """From now on, exchange gradients after this many backward passes. Has no effect for Adasum."""
+        """Set the number of backward passes per exchange of gradients. Has no effect for Adasum."""
         check_passes(passes)
         self._options.passes = passes
 
     @compiler_disable
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters whose gradients are reduced from now on. All ranks call this between the same steps.
+        """Add parameters whose gradients are reduced from now on. All ranks call this before the same step.
 
-        Names come from ``named_parameters``. Other parameters are named by group and parameter index.
+        Names come from ``named_parameters``. Parameters that are not in it get a name that consists of the
+        group index and the parameter index.
         """
         super().add_param_group(param_group)  # type: ignore[misc]
         self._add_new()
 
     def _add_new(self) -> list[int]:
-        """Add parameters that are new in the groups, even those added to the wrapped optimizer.
+        """Add parameters that are new in the groups, even if they were added to the wrapped optimizer.
 
-        Returns their indices.
+        Returns the indices of the new parameters.
         """
         options, groups = self._options, self.param_groups  # type: ignore[attr-defined]
         seen = [id(parameter) for group in groups for parameter in group["params"]]
@@ -127,16 +128,16 @@ class Wrapped:
 def wrap(optimizer: torch.optim.Optimizer, front: type[Wrapped], options: OptimizerOptions) -> Any:
     """Return an object of a new subclass that shares everything with ``optimizer``.
 
-    The class takes its name from the optimizer and its module from ``front``, because scripts check these.
+    The class takes its name from the optimizer and its module from ``front``, because scripts check both.
     """
-    # An existing learning rate scheduler has stored its wrapper of the plain step in the instance, where it
+    # An existing learning rate scheduler has stored a wrapper of the original step in the instance, where it
     # would hide our step.
     wrapper = optimizer.__dict__.pop("step", None)
     result = _blank(front, type(optimizer))
     result.__dict__ = optimizer.__dict__
     result._options = options
     if wrapper is not None:
-        references = weakref.ref(result), weakref.ref(optimizer)  # Weak, because both hold this function.
+        references = weakref.ref(result), weakref.ref(optimizer)  # Weak: both optimizers hold ``step``.
 
         def step(*args: Any, **kwargs: Any) -> Any:
             target: Any = references[0]() or references[1]()
@@ -183,7 +184,7 @@ def check_whole(names: Sequence[str], parameters: Sequence[Tensor]) -> None:
 
 
 def warn_of_local_batch_norm(named_parameters: Any) -> None:
-    """Warn if, on several ranks, the module of ``named_parameters`` has torch's ``SyncBatchNorm``."""
+    """Warn if there are several ranks and the module of ``named_parameters`` uses torch's SyncBatchNorm."""
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     if distributed or session.engine().size == 1 or not inspect.isgenerator(named_parameters):
         return
@@ -206,12 +207,13 @@ def _number_name(group: int, index: int) -> str:
 def names_of(
     optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, Tensor]] | None
 ) -> tuple[list[str], list[Tensor], dict[int, tuple[str, Tensor]]]:
-    """Return the names of the optimizer's parameters and the parameters, in the same order on all ranks.
+    """Return the names and parameters of the optimizer, in the same order on all ranks.
 
     The third result maps parameter ids to (name, parameter) pairs, for all named parameters.
 
     Raises:
-        ArgumentError: An entry is not a pair, a name appears twice, or an optimizer's parameter has no name.
+        ArgumentError: An entry is not a pair, a name appears twice, or a parameter of the optimizer has no
+            name.
     """
     groups = [list(group["params"]) for group in optimizer.param_groups]
     if named_parameters is None:
@@ -227,7 +229,7 @@ def names_of(
     names = [name for name, _ in pairs]
     doubled = sorted(name for name, times in Counter(names).items() if times > 1)
     if doubled:
-        raise ArgumentError(f"named_parameters: names must be unique, but it repeats {', '.join(doubled)}.")
+        raise ArgumentError(f"named_parameters contains duplicate names: {', '.join(doubled)}.")
     by_id: dict[int, tuple[str, Tensor]] = {}
     for name, parameter in pairs:
         by_id.setdefault(id(parameter), (name, parameter))

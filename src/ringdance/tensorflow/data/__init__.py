@@ -1,1 +1,1 @@
-"""Data for TensorFlow: loaders, and shards of a ``tf.data.Dataset``."""
+"""Data loading for TensorFlow: loaders, and sharding of a ``tf.data.Dataset``."""

@@ -1,4 +1,4 @@
-"""This rank's share of a ``tf.data.Dataset`` or of tensors."""
+"""Select this rank's share of a ``tf.data.Dataset`` or of tensors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ringdance.training.sharding import Shard, check_plan, total_of
 
 Dataset: Any = tf.data.Dataset
 index_shuffle = tf.random.experimental.index_shuffle
-_BLOCK = 4096  # Number of row numbers that are shuffled at a time.
+_BLOCK = 4096  # Number of rows that are shuffled at a time.
 
 
 @plain
@@ -24,15 +24,15 @@ def shard(
     """Return this rank's share of a data set, as a ``tf.data.Dataset`` of single samples.
 
     Args:
-        data: A ``tf.data.Dataset`` with the same elements in the same order on all ranks, or tensors or
-            arrays with equal numbers of rows, in any structure.
-        ends: "pad", "drop" or "join": what happens if the ranks cannot have equal numbers of samples.
+        data: A ``tf.data.Dataset`` with the same elements in the same order on all ranks, or any structure of
+            tensors or arrays with the same number of rows.
+        ends: What to do if the samples cannot be divided equally: "pad", "drop" or "join".
         shuffle: True for a different order in each iteration, which requires a ``Dataset`` of known length.
-            A number sets the size of the buffer from which elements are drawn. The elements are mixed once
-            before they are divided, so each rank keeps its share. See Note [Shuffled shares].
-        seed: Seed of the order, equal on all ranks.
+            A number sets the size of the shuffle buffer. The elements are shuffled once before they are
+            divided, so each rank keeps its share. See Note [Shuffled shares].
+        seed: Seed for shuffling, the same on all ranks.
         layout: "strided" or "contiguous" (only if the number of elements is known).
-        process_set: The ranks among which samples are divided. All of them make this call.
+        process_set: The ranks among which samples are divided. All of them must make this call.
 
     Raises:
         ArgumentError: An argument is wrong, or "drop" would leave no samples.
@@ -49,10 +49,10 @@ def shard(
 
 
 # Note [Shuffled shares]
-# tf.data counts a data set's iterators and draws a different order for each. Suppose an epoch's order over
-# all ranks depended on that count. A rank that looks at its first batch or calls adapt() would then be in
-# another epoch's order from that point on, and samples would be silently missed. So the elements are divided
-# in an order that never changes, and each rank shuffles its own share in each iteration.
+# tf.data counts the iterators of a data set and draws a different order for each. Suppose that the order of
+# an epoch over all ranks depended on this count. After a rank had looked at its first batch or called
+# adapt(), it would use the order of a different epoch, and samples would be silently missed. Therefore, the
+# elements are divided in an order that never changes, and each rank shuffles its own share in each iteration.
 
 
 def shuffled_rows(plan: Shard, seed: int) -> Dataset:
@@ -67,7 +67,7 @@ def shuffled_rows(plan: Shard, seed: int) -> Dataset:
     def block(begin: Any, key: Any) -> Dataset:
         places = tf.range(begin, tf.minimum(begin + _BLOCK, count))
         own = index_shuffle(places, key, tf.constant(count - 1, tf.int64))
-        places = (start + step * own) % plan.length  # Padding starts again at the first row.
+        places = (start + step * own) % plan.length  # Padding repeats rows from the first row on.
         return tf.data.Dataset.from_tensor_slices(index_shuffle(places, fixed, last))
 
     return keys.flat_map(lambda key: blocks.flat_map(lambda begin: block(begin, key)))
@@ -81,7 +81,7 @@ def _shard(
     if count < 0 and (shuffle is True or layout != "strided"):
         raise ArgumentError(
             "shuffle=True and layout='contiguous' need a known number of elements. Pass a buffer size as "
-            "a number, use 'strided', or apply tf.data.experimental.assert_cardinality first."
+            "shuffle, use layout='strided', or apply tf.data.experimental.assert_cardinality first."
         )
     same = {
         "ends": ends, "layout": layout, "the number of elements": count, "shuffle": shuffle,
@@ -104,12 +104,12 @@ def _shard(
     if shuffle and not rows:
         result = result.shuffle(-(-buffer // size), seed)
     options = tf.data.Options()
-    options.deterministic = True  # If orders differed between ranks, samples would be missed.
+    options.deterministic = True  # If the ranks had different orders, samples would be missed.
     return result.with_options(options)
 
 
 def check_order(data: Any, size: int) -> None:
-    """Raise ArgumentError if an earlier step shuffles without a seed, so that each rank's order differs."""
+    """Raise ArgumentError if an earlier transformation shuffles without a seed, so that orders differ."""
     if size > 1 and hasattr(data, "_seed") and tf.get_static_value(data._seed + data._seed2) == 0:
         raise ArgumentError(
             "shard(): the data set was shuffled without a seed, so the ranks' orders differ and samples "
@@ -120,12 +120,12 @@ def check_order(data: Any, size: int) -> None:
 
 
 # Note [Padding]: A script may shuffle a data set before it is divided. Each iterator then draws a different
-# order, which depends on the number of iterators before it. So padding must not create an iterator on some
-# ranks only, or only if an epoch is read to its end.
+# order, which depends on the number of earlier iterators. Therefore, it must not happen that padding creates
+# an iterator only on some ranks, or only when an epoch is read to its end.
 
 
 def _by_number(data: Dataset, plan: Shard, first: Dataset) -> Dataset:
-    """Distribute a data set of known length. ``first``: its elements in any order, for padding."""
+    """Distribute a data set of known length. ``first`` has its elements in any order, for padding."""
     total = total_of(plan.length, plan.size, plan.ends)
     if total > plan.length:  # choose_from_datasets creates all iterators up front. See Note [Padding].
         padding = first.take(total - plan.length).repeat()
@@ -138,7 +138,7 @@ def _by_number(data: Dataset, plan: Shard, first: Dataset) -> Dataset:
 
 
 def _in_rounds(data: Dataset, ends: str, rank: int, size: int, first: Dataset) -> Dataset:
-    """Distribute a data set of unknown length in rounds of ``size`` elements. ``first``: for padding."""
+    """Distribute a data set of unknown length in rounds of ``size`` elements. ``first`` is for padding."""
     padding = _in_memory(first.take(size - 1)).repeat() if ends == "pad" else None
     tuples = type(data.element_spec) is tuple
 
@@ -150,7 +150,7 @@ def _in_rounds(data: Dataset, ends: str, rank: int, size: int, first: Dataset) -
 
 
 def _in_memory(data: Dataset) -> Dataset:
-    """Return a copy of a few elements. Iterating over it creates no iterator of ``data``."""
+    """Return a copy of a few elements. Iterating over the copy does not create an iterator of ``data``."""
     if not tf.executing_eagerly():
         return data
     kept = data.take(0)

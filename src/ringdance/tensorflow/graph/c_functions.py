@@ -1,7 +1,7 @@
 """TensorFlow's C functions for operations and kernels.
 
-The functions are declared in tensorflow/c/{kernels,ops,tf_tensor,tf_status}.h and stable since 2.4. They are
-called with the GIL held (``PyDLL``): each is short, and releasing the GIL would cost more than the call.
+The functions are declared in tensorflow/c/{kernels,ops,tf_tensor,tf_status}.h and have been stable since 2.4.
+They are called with the GIL held (``PyDLL``), because releasing the GIL would take longer than each call.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any
 
 import tensorflow as tf
 
-# Objects that TensorFlow makes, named as in its headers.
+# Objects that TensorFlow creates, named as in its headers.
 Status = Tensor = OpBuilder = KernelBuilder = Construction = OpContext = c_void_p
 Code = DataType = Int = c_int
 Bool, Int64, Size, Text, Pointer = c_bool, c_int64, c_size_t, c_char_p, c_void_p
 
-# Type of the result, then those of the arguments.
+# For each function, the result type, followed by the argument types.
 _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "TF_NewStatus": (Status,),
     "TF_DeleteStatus": (None, Status),
@@ -57,7 +57,7 @@ def library() -> Any:
     """Return TensorFlow's library with the functions declared.
 
     Raises:
-        ImportError: This TensorFlow has no library with the functions.
+        ImportError: No library of this TensorFlow version has all of these functions.
     """
     directory = Path(tf.__file__).parent
     for pattern in ("libtensorflow_framework*", "libtensorflow_cc*", "python/_pywrap_tensorflow_internal*"):

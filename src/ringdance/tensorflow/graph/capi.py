@@ -1,4 +1,4 @@
-"""The part of TensorFlow's C interface for operations and kernels that we need, through ctypes."""
+"""ctypes wrapper for the part of TensorFlow's C API that defines operations and kernels."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _dtype(number: int) -> np.dtype[Any]:
     return _DTYPES[number]
 
 
-# Cached, because TensorFlow reuses its memory. A view only refers to the memory.
+# Cached, because TensorFlow reuses memory addresses. A view does not own the memory.
 _view_at: Callable[..., Array] = lru_cache(maxsize=1 << 14)(array_at)
 
 
@@ -52,9 +52,9 @@ class Slot:
     """What is known about an input before its graph runs.
 
     Args:
-        index: Index of the input, and of the output with the same shape and type.
-        number: TensorFlow's number of the input's type.
-        shape: The complete shape, or None if it is known only at run time.
+        index: Index of the input, and of the output with the same shape and dtype.
+        number: TensorFlow's number for the input's dtype.
+        shape: The complete shape, or None if it is not known before run time.
     """
 
     __slots__ = ("candidate", "dims", "kind", "nbytes")
@@ -69,7 +69,7 @@ class Slot:
 
 
 class Context:
-    """One run of a kernel: its inputs and outputs as NumPy views."""
+    """The context of one kernel run. Gives access to inputs and outputs as NumPy views."""
 
     def __init__(self, pointer: int, status: int) -> None:
         self._pointer = pointer
@@ -89,13 +89,13 @@ class Context:
         return handle
 
     def _view(self, tensor: int | c_void_p) -> Array:
-        """Return a tensor's memory, which is valid as long as TensorFlow holds the tensor."""
+        """Return a view of a tensor's memory. The view is valid as long as TensorFlow keeps the tensor."""
         library = self._library
         shape = tuple([library.TF_Dim(tensor, axis) for axis in range(library.TF_NumDims(tensor))])
         return array_at(library.TF_TensorData(tensor), shape, _dtype(library.TF_TensorType(tensor)))
 
     def inputs(self) -> list[Array]:
-        """Return views of all inputs, valid until the kernel returns."""
+        """Return views of all inputs. The views are valid until the kernel returns."""
         views = []
         for index in range(self._library.TF_NumInputs(self._pointer)):
             tensor = self._take(index)
@@ -106,9 +106,9 @@ class Context:
         return views
 
     def in_place(self, slots: Sequence[Slot]) -> tuple[list[Array], list[Array], list[int | c_void_p]]:
-        """Allocate an output like each input, in the input's own memory if TensorFlow can spare it.
+        """Allocate an output with the shape and dtype of each input, in the input's memory if possible.
 
-        Hundreds of gradients pass through here in each step, so the code makes few calls per tensor.
+        Each step calls this for hundreds of gradients, so the code makes few calls per tensor.
 
         Args:
             slots: The slot of each input.
@@ -129,12 +129,12 @@ class Context:
         try:
             for index, slot in enumerate(slots):
                 get(pointer, index, to_handle, status)
-                # A static shape can be wrong (``set_shape``): compare with the tensor's actual size.
+                # A static shape may be wrong (``set_shape``), so compare it with the tensor's actual size.
                 known = size(handle) == slot.nbytes
                 try:
                     view = _view_at(data(handle), *slot.kind) if known else self._view(handle)
                 finally:
-                    drop(handle)  # As long as this reference exists, the memory cannot become the output.
+                    drop(handle)  # While this reference exists, the output cannot use the input's memory.
                 dims = slot.dims if known else (c_int64 * view.ndim)(*view.shape)
                 tensor = forward(
                     pointer, slot.candidate, 1, index, dims, len(dims), to_used, status
@@ -156,7 +156,7 @@ class Context:
         return inputs, outputs, kept
 
     def set_output(self, index: int, array: Array) -> None:
-        """Make output ``index`` a copy of an array."""
+        """Set output ``index`` to a copy of an array."""
         shape = (c_int64 * array.ndim)(*array.shape)
         tensor = self._library.TF_AllocateOutput(
             self._pointer, index, _NUMBERS[array.dtype], shape, array.ndim, array.nbytes, self._status
@@ -166,13 +166,13 @@ class Context:
         drop(tensor)
 
     def set_number(self, index: int, number: int, on_free: Callable[[int], None]) -> None:
-        """Make output ``index`` an int64 scalar.
+        """Set output ``index`` to an int64 scalar.
 
         Args:
             index: Index of the output.
-            number: Its value, different on each call.
-            on_free: Called with the number, on any thread, when the last reference to the output is released:
-                the operations that read it have run, or the graph's run has failed. It must not raise.
+            number: Value of the output. It must be different in each call.
+            on_free: Called with the number, on any thread, when the last reference to the output is released.
+                By then, all operations that read it have run, or the graph run has failed. Must not raise.
         """
         memory = aligned_empty((1,), np.dtype(np.int64))  # TensorFlow would copy unaligned memory.
         memory[0] = number
@@ -185,12 +185,12 @@ class Context:
         self._check()
 
 
-# Memory of the outputs made by ``set_number``, and the function to call when it is released.
+# For each number set by ``set_number``, the output's memory and the function to call when it is released.
 _numbers_in_use: dict[int, tuple[Array, Callable[[int], None]]] = {}
 
 
 def _on_free(data: int, length: int, number: int) -> None:
-    """Drop the reference to an output's memory. TensorFlow calls this as the tensor's deallocator."""
+    """Drop the reference to an output's memory. TensorFlow calls this function as a tensor's deallocator."""
     _, on_free = _numbers_in_use.pop(number)
     on_free(number)
 
@@ -198,7 +198,7 @@ def _on_free(data: int, length: int, number: int) -> None:
 _freed = ctypes.CFUNCTYPE(None, c_void_p, c_size_t, c_void_p)(_on_free)
 _CREATE = ctypes.CFUNCTYPE(c_void_p, c_void_p)
 _COMPUTE = ctypes.CFUNCTYPE(None, c_void_p, c_void_p)
-_callbacks: list[Any] = []  # Functions that TensorFlow calls must live as long as TensorFlow does.
+_callbacks: list[Any] = []  # Keeps functions alive that TensorFlow may call at any time.
 
 
 def _text_of(construction: int) -> bytes:
@@ -217,7 +217,7 @@ def _text_of(construction: int) -> bytes:
 def _define(
     name: str, inputs: Sequence[str], outputs: Sequence[str], attributes: Sequence[str], status: int
 ) -> None:
-    """Define a stateful operation. An error that TensorFlow reports is in ``status``."""
+    """Define a stateful operation. If TensorFlow reports an error, ``status`` contains it."""
     lib = library()
     builder = lib.TF_NewOpDefinitionBuilder(name.encode())
     for add, specifications in (
@@ -237,8 +237,8 @@ def register(
 ) -> None:
     """Register a stateful operation with a CPU kernel.
 
-    Note [Kernels]: For each kernel, TensorFlow keeps only a number, which identifies its ``text`` attribute.
-    So there is nothing to release: TensorFlow deletes the last kernels after Python has exited.
+    Note [Kernels]: For each kernel, TensorFlow keeps only a number that identifies its ``text`` attribute.
+    Numbers need not be released. This matters because TensorFlow deletes the last kernels after Python exits.
 
     Args:
         name: Name of the operation.

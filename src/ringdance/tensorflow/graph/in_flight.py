@@ -1,10 +1,11 @@
 """Exchanges that a graph has started but not yet waited for.
 
-Note [Failed runs]: Any operation of a graph may fail after some exchanges have started, and then no operation
-waits for them. They cannot be withdrawn, because other ranks may know about them. They are executed, their
-memory is kept until they are complete, and a later run waits for them before it makes the same call. Calls of
-the same group that have not started are refused, so that the other ranks' runs fail too. Otherwise a later
-run on this rank would be reduced together with an earlier run on other ranks.
+Note [Failed runs]: Any operation of a graph may fail after some exchanges have started. Then no operation
+waits for these exchanges. They cannot be withdrawn, because other ranks may know about them. Therefore, they
+are executed, their memory is kept until they are complete, and a later run waits for them before it makes the
+same call. Calls of the same group that have not started are refused, so that the runs of the other ranks also
+fail. Otherwise, gradients of a later run on this rank would be reduced with gradients of an earlier run on
+other ranks.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _FAILED = "the run of its graph failed before it reached the call. See that rank
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """Calls that one operation waits for: the calls not yet started, and the numbers of the started ones."""
+    """Calls that one operation waits for: those not yet started, and the numbers of the started calls."""
 
     engine: Engine
     calls: set[Call]
@@ -50,7 +51,7 @@ _leftover: list[InFlight] = []
 
 
 def begin(engine: Engine, call: Call, others: Sequence[Call]) -> Group:
-    """Return a call's group before the call starts. First wait for the same call of an earlier run.
+    """Return the group of a call that is about to start. First wait for the same call of an earlier run.
 
     Args:
         engine: The engine.
@@ -73,7 +74,7 @@ def begin(engine: Engine, call: Call, others: Sequence[Call]) -> Group:
 
 
 def add(one: InFlight) -> int:
-    """Register a started call. Return its number."""
+    """Register a started call and return its number."""
     number = next(_numbers)
     _started[number] = one
     one.group.numbers.append(number)
@@ -81,12 +82,12 @@ def add(one: InFlight) -> int:
 
 
 def take(number: int) -> InFlight:
-    """Remove a call by its number and return it. The caller waits for it, then calls ``release``."""
+    """Remove and return the call with a number. The caller must wait for it, then call ``release``."""
     return _started.pop(number)
 
 
 def on_freed(number: int) -> None:
-    """Release a group that no operation can wait for anymore. See Note [Failed runs]."""
+    """Release a group that no operation can wait for any more. See Note [Failed runs]."""
     first = _started.get(number)
     if first is None:
         return
@@ -97,7 +98,7 @@ def on_freed(number: int) -> None:
 
 
 def release(one: InFlight) -> None:
-    """Release a call's memory: now if it is complete, otherwise later."""
+    """Release a call's memory immediately if the call is complete, otherwise later."""
     if one.work.done():
         _drop_all(one)
         return

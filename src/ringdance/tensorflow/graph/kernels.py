@@ -1,10 +1,10 @@
-"""Graph operations: collective calls, and numbers that are known at run time.
+"""Graph operations: collective calls, and numbers that are not known before run time.
 
-``RingdanceCall`` waits for its result. ``RingdanceStart`` submits a reduction and outputs the memory that
-will hold the result. ``RingdanceWait`` waits for several reductions, and only operations that depend on it
-may read their results. These operations are stateful, so a function runs them in program order. All ranks
-therefore start in the same order, and a wait runs only after everything it waits for has started, so one
-thread is enough.
+``RingdanceCall`` waits for its result. ``RingdanceStart`` submits a reduction and outputs the memory for its
+result. ``RingdanceWait`` waits for several reductions. Only operations that depend on it may read their
+results. These operations are stateful, so a function runs them in program order. Therefore, all ranks start
+calls in the same order, and a wait runs after all calls that it waits for have started, so a single thread is
+sufficient.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _mark_step(mark: StepMark) -> int:
 
 
 def run(call: Call, inputs: Sequence[Array]) -> list[Array]:
-    """Run a call on arrays. The splits are the second input and result of an alltoall."""
+    """Run a call on arrays. For an alltoall, the second input and the second result are the splits."""
     engine = session.engine()
     if call.weights:
         weights.compare(engine, call, inputs[0])
@@ -72,8 +72,8 @@ def text_of(call: Call, tensors: Sequence[Any] = (), others: Sequence[Call] = ()
 
     Args:
         call: The collective and its options.
-        tensors: The inputs. The text holds their types and, if known, their shapes.
-        others: The other calls of a group if this is its first call.
+        tensors: The inputs. The text contains their dtypes and, if known, their shapes.
+        others: The other calls of the group if this is its first call, otherwise empty.
     """
     memory = [
         [tensor.dtype.as_datatype_enum, tensor.shape.as_list() if tensor.shape.is_fully_defined() else None]
@@ -107,7 +107,7 @@ def _call(prepared: tuple[Call, list[Slot], list[Call]], context: Context) -> No
         context.set_output(index, array)
 
 
-@lru_cache(maxsize=1)  # TensorFlow's threads do not change once it computes, and counting them is slow.
+@lru_cache(maxsize=1)  # The number of threads does not change in use, and determining it is slow.
 def _overlaps(engine: Engine) -> bool:
     return wants_overlap(engine, computing_threads())
 
@@ -115,7 +115,7 @@ def _overlaps(engine: Engine) -> bool:
 def _submit(
     call: Call, slots: list[Slot], others: list[Call], engine: Engine, context: Context, wake: bool
 ) -> in_flight.InFlight:
-    """Submit a call on the memory of the operation's tensors."""
+    """Submit a call that uses the memory of the operation's tensors."""
     group = in_flight.begin(engine, call, others)
     kept: list[Any] = []
     try:
@@ -130,7 +130,7 @@ def _submit(
 
 
 def _start(prepared: tuple[Call, list[Slot], list[Call]], context: Context) -> None:
-    """Submit a call. Output the results' memory and a number for ``_wait``."""
+    """Submit a call. The outputs are the memory for the results, and a number for ``_wait``."""
     (call, slots, others), engine = prepared, session.engine()
     number = in_flight.add(_submit(call, slots, others, engine, context, _overlaps(engine)))
     if others:  # The first call of its group: freeing its number releases the whole group.
@@ -140,7 +140,7 @@ def _start(prepared: tuple[Call, list[Slot], list[Call]], context: Context) -> N
 
 
 def _wait(_: str, context: Context) -> None:
-    """Wait for the calls whose numbers are the inputs."""
+    """Wait for the calls whose numbers are passed as inputs."""
     error: BaseException | None = None
     for number in context.inputs():
         started = in_flight.take(int(number))
@@ -160,7 +160,7 @@ def _number(text: str, context: Context) -> None:
 
 
 def register_all() -> None:
-    """Register the operations. Called once per process."""
+    """Register the operations. Must be called once per process."""
     several = ["Tin: list(type) >= 1", "Tout: list(type) >= 1"]
     capi.register("RingdanceCall", ["tensors: Tin"], ["results: Tout"], several, _prepared, _call)
     capi.register(

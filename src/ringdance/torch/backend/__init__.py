@@ -4,8 +4,8 @@ Collectives on CPU tensors go through the engine, so DistributedDataParallel, FS
 exchange through shared memory and MPI. Collectives on GPU tensors are left to NCCL. torch finds the backend
 through ``ringdance.training.torch_entry_point``.
 
-Results, order and errors match torch's own backends: calls of a group match by their order, results replace
-output tensors, and a ``Work`` that has failed raises in ``wait()``.
+Results, order and errors match torch's own backends: the calls of a group match by order, results are written
+to the output tensors, and ``wait()`` raises the error of a failed ``Work``.
 """
 
 from __future__ import annotations
@@ -17,6 +17,6 @@ from ringdance.torch.backend.process_group import ProcessGroup
 
 
 def create(options: Any, _: Any = None) -> ProcessGroup:
-    """Create a process group. torch calls this on its members. See ``groups.process_set``."""
+    """Create a process group. torch calls this on the group's members. See ``groups.process_set``."""
     options.store = of_this_attempt(options.store)
     return ProcessGroup(options, process_set(options))

@@ -65,11 +65,11 @@ def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 class EngineGroup(dist.ProcessGroup):  # type: ignore[misc]
-    """A process group's process set in the engine. Submits the group's calls.
+    """Base class of ``ProcessGroup``. Submits the group's calls to the engine.
 
     Args:
         options: torch's ``_DistributedBackendOptions``.
-        set_id: Number of the process set.
+        set_id: Number of the group's process set in the engine.
     """
 
     def __init__(self, options: Any, set_id: int) -> None:
@@ -88,7 +88,7 @@ class EngineGroup(dist.ProcessGroup):  # type: ignore[misc]
         if self._destroyed:
             why = "was destroyed"
         elif self._engine() is engine and engine.sets.registered.get(self._number) is not self._known:
-            why = "was freed after a call in it had timed out"  # Its number may now be another group's.
+            why = "was freed after a call in it had timed out"  # Another group may now use its number.
         elif self._engine() is engine or (not self._number and engine.size == self.size()):
             return self._number
         else:
@@ -100,7 +100,7 @@ class EngineGroup(dist.ProcessGroup):  # type: ignore[misc]
         )
 
     def shutdown(self) -> None:
-        """Free a group, except the group of all ranks: its job ends with the process or hvd.shutdown()."""
+        """Free the group. The group of all ranks is not freed: its job ends at exit or in hvd.shutdown()."""
         engine = self._engine()
         if self._number and not self._destroyed and engine is not None and not engine.closed:
             engine.leave_group(self._number)
@@ -118,7 +118,7 @@ class EngineGroup(dist.ProcessGroup):  # type: ignore[misc]
             self._coalesced = []
 
     def end_coalescing(self, device: Any) -> Any:
-        """Return one work for all calls since the start."""
+        """Return one work for all calls since ``start_coalescing``."""
         if device.type != "cpu":
             return self.nccl._end_coalescing()
         works, self._coalesced = self._coalesced or [], None
@@ -136,7 +136,7 @@ class EngineGroup(dist.ProcessGroup):  # type: ignore[misc]
         return dist.ProcessGroupNCCL(store, self.rank(), self.size(), nccl_options)
 
     def _root(self, name: str, opts: Any) -> int:
-        """Return the rank within this group that is a call's root."""
+        """Return the root of a call, as a rank in this group. Raises ValueError if it does not exist."""
         root = int(opts.rootRank)
         if not 0 <= root < self.size():
             raise ValueError(f"{name}: rank {root} does not exist in this group of {self.size()} ranks.")
@@ -160,11 +160,11 @@ class EngineGroup(dist.ProcessGroup):  # type: ignore[misc]
             targets: Memory for the results, or None to let the engine allocate.
             tensors: Tensors that the ``Work`` returns as its result.
             opts: torch's options.
-            finish: Called once with the results. May be None.
-            operation: The reduction's operation. Only for reductions.
-            root: The root's global rank for a broadcast, or its rank in the group for a reduction.
+            finish: None, or a function that is called once with the results.
+            operation: Operation of a reduction.
+            root: Root of a broadcast as a global rank, or root of a reduction as a rank in the group.
             splits: Splits of an alltoall.
-            expected: For an alltoall, the size that must arrive from each rank.
+            expected: For an alltoall, the number of elements expected from each rank.
             pattern: Text that must be the same on all ranks.
         """
         engine, waits_later = session.engine(), getattr(opts, "asyncOp", True)
@@ -180,8 +180,8 @@ class EngineGroup(dist.ProcessGroup):  # type: ignore[misc]
         if waits_later:
             wait_at_end(started)
             register_work(tensors, started)
-            # For a single number, DistributedDataParallel.join() passes the work to C++, which calls ``wait``
-            # but holds no reference to the Python object.
+            # DistributedDataParallel.join() passes the work for a single number to C++, which calls ``wait``
+            # but holds no reference to the Python object. So keep a reference for a while.
             if (
                 len(tensors) == 1 and tensors[0].numel() == 1 and not tensors[0].is_sparse
                 and tensors[0].untyped_storage().nbytes() <= _SMALL_BYTES
@@ -193,7 +193,7 @@ class EngineGroup(dist.ProcessGroup):  # type: ignore[misc]
         self, source: Array, splits: list[int], expected: list[int], outputs: Tensors, opts: Any,
         pattern: str, targets: list[Array] | None = None, finish: Finish | None = None,
     ) -> Any:
-        """Send parts of flat ``source`` to the ranks, and split the received data of ``expected`` sizes."""
+        """Send parts of the flat ``source`` to the ranks, and receive ``expected`` elements from each."""
         finish = finish or (lambda results: distribute(results[0], outputs))
         rows = [np.array(splits, np.int64)]
         return self._start(

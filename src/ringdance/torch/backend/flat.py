@@ -1,4 +1,4 @@
-"""Flat NumPy views of the tensors in one call of torch.distributed, and the way back."""
+"""Convert the tensors of a torch.distributed call to flat NumPy views, and copy the results back."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ def check_dtypes(name: str, outputs: Tensors, inputs: Tensors) -> None:
     """Raise ValueError if an output and its input have different dtypes."""
     for output, source in zip(outputs, inputs, strict=True):
         if output.dtype is not source.dtype:
-            raise ValueError(f"{name}: the output has dtype {output.dtype}, but the input {source.dtype}.")
+            raise ValueError(
+                f"{name}: the output has dtype {output.dtype}, but the input has dtype {source.dtype}."
+            )
 
 
 def shapes_of(tensors: Tensors) -> str:
@@ -27,14 +29,14 @@ def shapes_of(tensors: Tensors) -> str:
 
 
 def bytes_note(tensors: Tensors) -> str:
-    """Return the dtypes of tensors that are sent as bytes, which the engine cannot compare."""
+    """Return the dtypes of tensors that are sent as bytes. The engine itself cannot compare these dtypes."""
     return "".join(f" {one.dtype}" for one in tensors if one.element_size() == 1)
 
 
 def shaped(tensors: Tensors, moved: bool = False) -> tuple[list[Array], Finish]:
     """Return the result of ``flat`` in the tensors' shapes, which must be equal on all ranks."""
     arrays, finish = flat(tensors, moved)
-    # torch itself passes () on one rank and (1,) on another in DistributedDataParallel.join().
+    # DistributedDataParallel.join() passes a tensor of shape () on one rank and (1,) on another.
     return [array.reshape(item.shape or (1,)) for array, item in zip(arrays, tensors, strict=True)], finish
 
 
@@ -43,7 +45,8 @@ def flat(tensors: Tensors, moved: bool = False) -> tuple[list[Array], Finish]:
 
     Args:
         tensors: Tensors of any shape.
-        moved: True if the call only moves data. 1-byte dtypes unknown to NumPy are then sent as bytes.
+        moved: True if the call only moves data. Tensors with 1-byte dtypes are then sent as bytes, because
+            NumPy does not have all of these dtypes.
     """
     arrays, copies = [], []
     for tensor in tensors:
@@ -64,10 +67,10 @@ def flat(tensors: Tensors, moved: bool = False) -> tuple[list[Array], Finish]:
 
 
 def distribute(result: Array, outputs: Tensors) -> None:
-    """Split a flat result and copy the parts into the outputs, if there are any."""
+    """Split a flat result and copy its parts to the outputs, if there are any."""
     targets, finish = flat(outputs, moved=True)
     if sum(target.size for target in targets) != result.size:
-        raise ValueError("The ranks sent tensors whose sizes differ from the sizes of the outputs.")
+        raise ValueError("The tensors sent by the ranks and the outputs have different sizes.")
     start = 0
     for target in targets:
         target[...] = result[start : start + target.size]
@@ -76,5 +79,5 @@ def distribute(result: Array, outputs: Tensors) -> None:
 
 
 def apart(source: Array, target: Array) -> Array:
-    """Return an input, or a copy of it if results would overwrite it."""
+    """Return ``source``, or a copy of it if writing the results to ``target`` would overwrite it."""
     return source.copy() if np.may_share_memory(source, target) else source

@@ -1,4 +1,4 @@
-"""Transport for ranks started by torchrun, which MPI does not know: gloo between hosts, a window within each.
+"""Transport for ranks that torchrun has started without MPI: gloo between hosts, a window within each host.
 
 The ranks find each other and exchange metadata through torch's store. A window's memory is a memfd, which the
 ranks on a host open through /proc, so no file is left behind.
@@ -37,7 +37,7 @@ _OPERATIONS = {
 }  # fmt: skip
 _jobs = itertools.count()
 _LAST = timedelta(seconds=5)
-_NO_TAG = 1 << 30  # Not used as the tag of any message. See ``_TAGS`` in process_group.py.
+_NO_TAG = 1 << 30  # No message uses this tag. See ``_TAGS`` in process_group.py.
 
 
 def _tensor(array: Array) -> torch.Tensor:
@@ -48,7 +48,7 @@ def _tensor(array: Array) -> torch.Tensor:
 
 
 class _Started:
-    """A gloo collective with the arrays that it uses. ``finish`` is called once when it is complete."""
+    """A running gloo collective and the arrays that it uses. ``finish`` is called once, on completion."""
 
     def __init__(self, work: Any, *keep: Any, finish: Any = None) -> None:
         self._work, self._keep, self._finish = work, keep, finish
@@ -83,7 +83,7 @@ class _Transfer:
             self._error = error
 
     def give_up(self) -> None:
-        """Stop the thread by letting a call time out: gloo closes the connection and wakes the thread."""
+        """Stop the thread by letting a call time out, so that gloo closes the connection and wakes it."""
         if self._rank is not None and self._thread.is_alive():
             with contextlib.suppress(RuntimeError):
                 self._group.recv([torch.empty(1)], self._rank, _NO_TAG).wait(timedelta(milliseconds=1))
@@ -100,9 +100,9 @@ class _Transfer:
 _transfers: weakref.WeakSet[_Transfer] = weakref.WeakSet()
 
 
-@atexit.register  # Registered before joining the job, so it runs after leaving it.
+@atexit.register  # Registered before the job starts, so it runs after the job has ended.
 def _give_up() -> None:
-    """Leave no thread in gloo: a thread that woke up while Python exits would abort the process."""
+    """Stop threads that wait in gloo: a thread that wakes up while Python exits would abort the process."""
     for transfer in list(_transfers):
         transfer.give_up()
 
@@ -139,7 +139,8 @@ _own: dict[tuple[int, int], Any] = {}  # This process's connections, keyed by ra
 def own_store(store: Any, rank: int, size: int) -> Any:
     """Return a store that lives as long as rank 0's process.
 
-    torchrun's own store does that already. Otherwise, torch.distributed's store ends with its process group.
+    The store of torchrun's agent does so already. Other stores of torch.distributed end with their process
+    group.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return store
@@ -154,7 +155,7 @@ def own_store(store: Any, rank: int, size: int) -> Any:
 
 
 def _gather(store: Any, key: str, rank: int, size: int, value: Any) -> list[Any]:
-    """Return every rank's value. Values must be JSON."""
+    """Return the values of all ranks. Values must be JSON-serializable."""
     keys = [f"{key}/{number}" for number in range(size)]
     try:
         store.set(f"{key}/{rank}", json.dumps(value))
@@ -163,18 +164,18 @@ def _gather(store: Any, key: str, rank: int, size: int, value: Any) -> list[Any]
     except RuntimeError as error:
         raise RankLostError(
             f"Rank {rank} of {size} on host {socket.gethostname()} did not find the other ranks in torch's "
-            f"store. Check that all ranks were started, and that rank 0 and torchrun's agent are up. {error}"
+            f"store. Check that all ranks and torchrun's agent are running. {error}"
         ) from error
 
 
 class GlooTransport(Transport):
-    """One communicator.
+    """A communicator between some or all ranks.
 
     Args:
-        store: Store used only by the members.
+        store: Store that only the members use.
         rank: This process's rank among the members.
         identities: Identities of the members.
-        hosts: Each member's host, as text that is the same for members that can share memory.
+        hosts: Identifier of each member's host. It is the same for members that can share memory.
         window_bytes, vector_bytes: Sizes as in ``world``.
         parent: The communicator from which this one was split.
     """
@@ -320,12 +321,12 @@ class GlooTransport(Transport):
         if agreed:
             if self._cross is not None:
                 self._cross.close(True)
-            self.window = self.event_count = None  # The memory lives as long as there are views of it.
+            self.window = self.event_count = None  # The memory is freed with the last view of it.
             if self._parent is None:
                 self._leave_store()
 
     def _leave_store(self) -> None:
-        """Announce that this rank is done with the store. Rank 0, which may serve it, waits for all ranks."""
+        """Announce that this rank no longer needs the store. Rank 0, which may serve it, waits for all."""
         with contextlib.suppress(RuntimeError):
             self._store.set(f"closed/{self.rank}", "")
             if self.rank == 0:

@@ -1,7 +1,7 @@
 """Join the job that a torch.distributed process group needs, and number the groups.
 
-torch creates a group on its members only. They meet through torch's store, agree on a number that none of
-them uses, and create a process set of the engine.
+torch creates a group only on its members. They meet through torch's store, agree on a number that none of
+them uses yet, and create a process set in the engine.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ringdance.torch.device.communicators import dist
 from ringdance.training import basics, session
 from ringdance.training.startup import launched_size
 
-_attempt = ""  # Name of this process's part of the store.
+_attempt = ""  # Prefix of this attempt's keys in the store.
 
 
 def process_set(options: Any) -> int:
@@ -65,10 +65,10 @@ def process_set(options: Any) -> int:
 
 
 def of_this_attempt(store: Any) -> Any:
-    """Return a part of the store that ranks of an earlier attempt have not used.
+    """Return a view of the store with a key prefix that no earlier attempt has used.
 
-    torchrun's agents keep one store for all attempts of ``--max-restarts`` and for all members of
-    ``--nnodes=2:4``, including its old content. Each agent counts only its own attempts.
+    torchrun's agents keep one store, including its old content, for all attempts (``--max-restarts``) and all
+    hosts (``--nnodes=2:4``). Each agent counts only its own attempts.
     """
     global _attempt
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
@@ -79,11 +79,11 @@ def of_this_attempt(store: Any) -> Any:
 
 
 def _agreed(store: Any, rank: int, size: int) -> str:
-    """Return a name that rank 0 generates. Old content of the store is never mistaken for it."""
+    """Return a name that rank 0 generates. It is never confused with old content of the store."""
     own, until = uuid4().hex, time.monotonic() + store.timeout.total_seconds()
     if rank:
         store.set(f"hello/{rank}", own)
-        name: str = store.get(own).decode()  # Waits for the answer.
+        name: str = store.get(own).decode()  # Waits for rank 0's answer.
         store.add(name, 1)
         return name
     while store.add(own, 0) < size - 1 and time.monotonic() < until:
@@ -95,16 +95,16 @@ def _agreed(store: Any, rank: int, size: int) -> str:
 
 
 def _started_by_torchrun() -> bool:
-    """Return True if MPI does not know the ranks."""
-    own = LAUNCH_PREFIX in os.environ  # `ringdance run` sets torchrun's variables too.
+    """Return True if torchrun started the ranks, so that MPI does not know them."""
+    own = LAUNCH_PREFIX in os.environ  # `ringdance run` also sets torchrun's variables.
     return launched_size() is None or ("TORCHELASTIC_RUN_ID" in os.environ and not own)
 
 
 def _meet(engine: Engine, options: Any) -> int:
-    """Wait for the other members of a new group. Returns a number that none of them uses.
+    """Wait for the other members of a new group. Returns a number that none of them uses yet.
 
-    Nothing is left in the store, because a later group may get the same part of it: torch reuses the part for
-    the same ranks if this group was created with ``use_local_synchronization=True`` and is destroyed.
+    All keys are deleted from the store, because a later group may use the same keys: torch reuses the key
+    prefix for the same ranks if this group was created with ``use_local_synchronization=True`` and destroyed.
     """
     store, root, size, rank = options.store, options.store, options.group_size, options.group_rank
     if size == 1:
@@ -120,17 +120,19 @@ def _meet(engine: Engine, options: Any) -> int:
         _wait_for_members(engine, options)
         first, *used = map(json.loads, store.multi_get(keys))
     finally:
-        if store.add("read", 1) == size:  # Before any member continues: they create the process set together.
+        # The last member deletes the keys before any member continues, because creating the process set takes
+        # all members.
+        if store.add("read", 1) == size:
             for key in (*keys, "arrived", "read", "decided"):
                 store.delete_key(key)
     return _free(first, {number for numbers in used for number in numbers})
 
 
 def _wait_for_members(engine: Engine, options: Any) -> None:
-    """Return once all members have arrived, or raise on all of them. The first to decide decides for all."""
+    """Return after all members have arrived, or raise on all of them. The first member's decision applies."""
     store, size, begun, pause = options.store, options.group_size, time.monotonic(), 1e-3
     ranks, reported = list(options.global_ranks_in_group), False
-    # Poll, because a blocking call would keep others from using the store.
+    # Poll, because other threads could not use the store during a blocking call.
     while (arrived := store.add("arrived", 0)) < size:
         late = time.monotonic() - begun
         gives_up = engine.closed or late > options.timeout.total_seconds()

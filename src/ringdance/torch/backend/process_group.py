@@ -32,11 +32,11 @@ _OPERATIONS = {
     "SUM": ReduceOp.SUM, "AVG": ReduceOp.AVERAGE, "MIN": ReduceOp.MIN, "MAX": ReduceOp.MAX,
     "PRODUCT": ReduceOp.PRODUCT,
 }  # fmt: skip
-_TAGS = 1 << 30  # Limit for the tags of messages.
+_TAGS = 1 << 30  # Message tags must be less than this.
 
 
 class ProcessGroup(EngineGroup):
-    """Some or all ranks. torch calls the methods, with its own option objects.
+    """A process group of some or all ranks. torch calls the methods and passes its own option objects.
 
     Args:
         options: torch's ``_DistributedBackendOptions``.
@@ -66,7 +66,7 @@ class ProcessGroup(EngineGroup):
         self._description = text
 
     def _get_backend(self, device: torch.device | str) -> Any:
-        """Return the group for tensors on a device. torch 2.14 calls this before point-to-point calls."""
+        """Return the group for tensors on a device. torch 2.14 calls this before a send or receive."""
         return self.nccl if torch.device(device).type != "cpu" and torch.cuda.is_available() else self
 
     # -- reductions ------------------------------------------------------------------------------
@@ -104,7 +104,7 @@ class ProcessGroup(EngineGroup):
             places, sums = (from_array(result) for result in results)
             total = torch.sparse_coo_tensor(places.t(), sums, tensor.shape, check_invariants=False)
             with torch.no_grad():
-                tensor.copy_(total.coalesce())  # Copying to tensor.detach() would not change it.
+                tensor.copy_(total.coalesce())  # Copying to tensor.detach() would not change tensor.
 
         pattern = f"a sparse tensor of shape {tuple(tensor.shape)}"
         return self._start(Collective.ALLGATHER, arrays, None, [tensor], opts, finish, pattern=pattern)
@@ -128,15 +128,16 @@ class ProcessGroup(EngineGroup):
     def _reduce_scatter(
         self, outputs: Tensors, inputs: Tensors, sizes: list[list[int]], opts: Any, pattern: str
     ) -> Any:
-        """Reduce inputs. ``sizes``: for each input, the number of elements for every rank."""
+        """Reduce and scatter inputs. ``sizes`` contains the number of elements per rank for each input."""
         opts = opts or dist.ReduceScatterOptions()
         sources, (targets, back), operation = flat(inputs)[0], flat(outputs), _operation(opts)
         check_dtypes("reduce_scatter", outputs, inputs)
         for source, target, counts in zip(sources, targets, sizes, strict=True):
             if sum(counts) != source.size or counts[self.rank()] != target.size:
                 raise ValueError(
-                    f"reduce_scatter: an input of {source.size} elements cannot be divided into parts of "
-                    f"{counts} elements, or this rank's output has the wrong size, {target.size}."
+                    f"reduce_scatter: the input has {source.size} elements, the parts have {counts}, and "
+                    f"this rank's output has {target.size}. The parts must add up to the input, and this "
+                    "rank's part must be as large as its output."
                 )
         equal = all(len(set(counts)) == 1 for counts in sizes)
         if equal and operation in (ReduceOp.SUM, ReduceOp.AVERAGE):
@@ -161,7 +162,7 @@ class ProcessGroup(EngineGroup):
         opts = opts or dist.BroadcastOptions()
         own, (arrays, back) = self._root("broadcast", opts), shaped(tensors, moved=True)
         root, pattern = session.engine().members(self._set_id)[own], bytes_note(tensors)
-        finish = None if own == self.rank() else back  # The root's tensors may not be writable.
+        finish = None if own == self.rank() else back  # The root's tensors may be read-only.
         return self._start(
             Collective.BROADCAST, arrays, arrays, tensors, opts, finish, root=root, pattern=pattern
         )
@@ -177,8 +178,8 @@ class ProcessGroup(EngineGroup):
         for index, (source, target) in enumerate(zip(sources, targets, strict=True)):
             if target.size != source.size * self.size():
                 raise ValueError(
-                    f"all_gather: an output has {target.nbytes} bytes, but needs {self.size()} times the "
-                    f"{source.nbytes} bytes of the input."
+                    f"all_gather: the output has {target.nbytes} bytes, but must have {self.size()} times "
+                    f"the {source.nbytes} bytes of the input."
                 )
             if source.ctypes.data != target[self.rank() * source.size :].ctypes.data:
                 sources[index] = apart(source, target)
@@ -192,7 +193,8 @@ class ProcessGroup(EngineGroup):
         for tensor, counts in zip(inputs, sizes, strict=True):
             if counts[self.rank()] != tensor.numel():
                 raise ValueError(
-                    f"all_gather: the input has {tensor.numel()} elements, but the outputs have {counts}."
+                    f"all_gather: the input has {tensor.numel()} elements, but the outputs have {counts}. "
+                    "This rank's output must be as large as its input."
                 )
 
         def finish(results: list[Array]) -> None:
@@ -218,8 +220,9 @@ class ProcessGroup(EngineGroup):
         )
         if sum(rows) != len(given) or sum(wanted) != len(output):
             raise ValueError(
-                f"all_to_all_single: splits {rows} and {wanted} do not add up to the {len(given)} input rows "
-                f"and {len(output)} output rows. Without splits, {self.size()} must divide both numbers."
+                f"all_to_all_single: the input splits {rows} must add up to {len(given)} rows, and the "
+                f"output splits {wanted} to {len(output)} rows. Without splits, both numbers of rows must be "
+                f"multiples of {self.size()}."
             )
         width, wide = source.size // max(1, len(given)), target.size // max(1, len(output))
         expected = [count * wide for count in wanted]
@@ -278,7 +281,10 @@ class ProcessGroup(EngineGroup):
         engine, ((array,), back) = session.engine(), flat(tensors, moved=True)
         state = engine.sets.find(self._set_id).state
         if state is None or not 0 <= tag < _TAGS:
-            raise ValueError(f"{verb}: this group has only one rank, or tag={tag} is not in [0, {_TAGS}).")
+            raise ValueError(
+                f"{verb}: the group must have two or more ranks, and the tag must be in [0, {_TAGS}), but "
+                f"got tag={tag}."
+            )
         if rank is not None and (not 0 <= rank < self.size() or rank == self.rank()):
             raise ValueError(f"{verb}: rank {rank} is not another rank in this group of {self.size()} ranks.")
         if engine.closed:
@@ -288,7 +294,7 @@ class ProcessGroup(EngineGroup):
         finish = back if verb == "receive" else None
         return GroupWork(engine, self._set_id, [work], [], tensors, finish, self._seconds(None))
 
-    # Other names by which torch calls these methods.
+    # Older names of these methods, for earlier versions of torch.
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     _reduce_scatter_base = reduce_scatter_single

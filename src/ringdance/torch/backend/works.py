@@ -1,12 +1,12 @@
-"""The results of calls of the backend "ringdance": torch's ``Work``, complete when the engine's work is.
+"""torch's ``Work`` for calls of the backend "ringdance". It is complete when the engine's work is complete.
 
 Note [Who waits]
-A thread that calls ``wait`` on a work or on its future steps the engine. DistributedDataParallel waits for
-the futures of its buckets in C++, where our threads cannot help. So a callback at the end of the backward
-pass, which torch runs before DistributedDataParallel's callback, waits for the works of the pass. It waits
-for them in the order of the calls, which is the same on all ranks even if callbacks of futures make further
-calls. Without spare cores, nothing is exchanged before the end of the pass (``wants_overlap``). Other
-futures are completed by a thread, for callers that wait in C++.
+A thread that calls ``wait`` on a work or on its future runs steps of the engine. DistributedDataParallel
+waits for the futures of its buckets in C++, where the waiting thread cannot run these steps. Therefore, a
+callback at the end of the backward pass, which torch runs before DistributedDataParallel's callback, waits
+for the works of the pass. It waits in the order of the calls, which is the same on all ranks even if
+callbacks of futures make further calls. Without spare cores, nothing is exchanged before the end of the pass
+(``wants_overlap``). All other futures are completed by a separate thread, for callers that wait in C++.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _PASSES = 64  # Maximum number of backward passes in progress, in different thre
 
 
 class _Future(torch.futures.Future[Any]):
-    """The future of a work, or of a callback after it. A caller that waits in Python completes it."""
+    """The future of a work, or of a callback chained to it. A caller that waits in Python completes it."""
 
     def __init__(self, work: GroupWork) -> None:
         super().__init__()
@@ -65,18 +65,18 @@ class _Future(torch.futures.Future[Any]):
 class GroupWork(dist.Work):
     """An asynchronous call of a process group.
 
-    The engine completes it: results are in the outputs as soon as its works are done, whether or not a thread
+    The engine completes it: the outputs contain the results as soon as its works are done, even if no thread
     waits. Until then, the engine keeps this object alive.
 
     Args:
         engine: The engine of this rank.
         set_id: The group's process set.
-        works: The engine's works, or transfers.
-        targets: Memory for the results. A result in other memory is copied there.
+        works: Works or transfers of the engine.
+        targets: Memory for the results. Results in other memory are copied to it.
         tensors: The call's outputs.
         finish: Called once with the results, in a step of the engine. May raise.
-        timeout: Timeout of ``wait`` in seconds. After that, this call and all later ones fail on all ranks.
-        expected: Size that must arrive from each rank (alltoall only).
+        timeout: Timeout of ``wait`` in seconds. After that, this and all later calls fail on all ranks.
+        expected: Number of elements expected from each rank (alltoall only).
     """
 
     def __init__(
@@ -93,13 +93,13 @@ class GroupWork(dist.Work):
         self._error: BaseException | None = None
         self._future: _Future | None = None
         self._settled = False
-        self.in_pass = False  # True if it is waited for at the end of a backward pass.
+        self.in_pass = False  # True if it is awaited at the end of a backward pass.
         for work in works:
             work.when_done(self._one_done)
 
     @classmethod
     def of_all(cls, engine: Engine, set_id: int, calls: Sequence[GroupWork], timeout: float) -> GroupWork:
-        """Return one work for several calls."""
+        """Return one work that completes several calls."""
         works = [work for call in calls for work in call._works]
         tensors = [tensor for call in calls for tensor in call._tensors]
 
@@ -116,9 +116,9 @@ class GroupWork(dist.Work):
 
         Raises:
             CollectiveError: The call failed on this rank or on all ranks.
-            DistBackendError: The call took longer than ``timeout``, in which case you can wait again. Or it
-                took longer than the group's timeout, in which case the group has failed on all ranks. If it
-                is the default group, the whole job has failed.
+            DistBackendError: The call took longer than ``timeout``. You can then wait again. Without
+                ``timeout``, it took longer than the group's timeout. The group has then failed on all ranks,
+                and if it is the default group, the whole job has failed.
         """
         seconds = timeout.total_seconds()
         try:
@@ -135,10 +135,10 @@ class GroupWork(dist.Work):
         return True
 
     def _give_up(self, given: float) -> None:
-        """Raise DistBackendError after ``given`` seconds, or fail after the timeout of the group.
+        """Raise DistBackendError after ``given`` seconds or, if it is 0, make the group fail.
 
-        The request stays in flight and uses the caller's memory, and a late peer would match it with a later
-        call. No later call can therefore be trusted.
+        After the group's timeout, the request is still in flight and uses the caller's memory, and a late
+        peer would match it with a later call. Therefore, later calls cannot be trusted.
         """
         who = f"rank {self._engine.rank} ({self._engine.identity.host})"
         text = (
@@ -185,7 +185,7 @@ class GroupWork(dist.Work):
         for result, target in zip(results, self._targets, strict=False):
             if result is not target:
                 if result.size != target.size or result.dtype != target.dtype:
-                    raise ValueError(f"{name}: the ranks sent tensors of different sizes or types.")
+                    raise ValueError(f"{name}: the ranks sent tensors of different sizes or dtypes.")
                 target[...] = result.reshape(target.shape)
         if self._finish is not None:
             self._finish(results)
@@ -207,8 +207,8 @@ class GroupWork(dist.Work):
     def is_completed(self) -> bool:
         try:
             if not self._complete and all(work.done() for work in self._works):
-                self._deliver()  # For transfers, or if another thread is about to do so.
-        except Exception as error:  # The error of a transfer.
+                self._deliver()  # For transfers, or if another thread is about to deliver.
+        except Exception as error:  # A transfer has failed.
             self._deliver(error)
         if not self._complete and self.in_pass:
             self._engine.flush(self._set_id)
@@ -238,12 +238,12 @@ class GroupWork(dist.Work):
         """Return a future for the outputs. If the call failed, the future has the error."""
         if self._future is None:
             self._future = _Future(self)
-            # Callbacks may make calls, which match by order, so the order must not depend on when the engine
-            # completes this call. They run at the end of the pass, in a thread, or, if this rank has already
-            # waited, now.
+            # Callbacks may make calls, which match by order, so this order must not depend on when the engine
+            # completes this work. Callbacks therefore run at the end of the pass, in a thread, or immediately
+            # if this rank has already waited.
             if self._seen:
                 self.settle()
-            elif not self._works or isinstance(self._works[0], Transfer):  # These have no order.
+            elif not self._works or isinstance(self._works[0], Transfer):  # Transfers have no order.
                 threading.Thread(target=self.settle, name="ringdance transfer", daemon=True).start()
             elif not self.in_pass:
                 _waiters[self._set_id].put(self)
@@ -270,8 +270,8 @@ class _Waiter:
             self._works.get().settle()
 
 
-_waiters: defaultdict[int, _Waiter] = defaultdict(_Waiter)  # One per process set, for independent waits.
-_passes: dict[int, list[GroupWork]] = {}  # For each backward pass, works to await at its end.
+_waiters: defaultdict[int, _Waiter] = defaultdict(_Waiter)  # One per process set, which wait independently.
+_passes: dict[int, list[GroupWork]] = {}  # For each backward pass, the works to await at its end.
 
 
 @lru_cache(maxsize=1)
@@ -285,7 +285,7 @@ def starts_now(engine: Engine) -> bool:
 
 
 def wait_at_end(work: GroupWork) -> None:
-    """If this thread is running a backward pass, arrange to wait for a work at the end of the pass."""
+    """If this thread is running a backward pass, make the end of the pass wait for a work."""
     if not _private.end_is_ahead():
         return
     work.in_pass, task = True, _private.graph_task()

@@ -1,7 +1,8 @@
 """Exchange tensors through torch.distributed: NCCL for GPU tensors, gloo for CPU tensors.
 
-The ranks agree as usual on what to exchange, and in which order. The data in agreed batches are exchanged
-through a communicator. Each process set has its own, which the engine helps to create at its first use.
+The ranks agree as usual on what to exchange, and in which order. The data of an agreed batch is exchanged
+through a communicator. Each process set has its own communicator, which is created at its first use with the
+help of the engine.
 
 Note [Streams]
 The thread that submits tensors records an event after the work that computes them. The exchange has its own

@@ -18,8 +18,8 @@ import torch.distributed
 from ringdance.errors import RankLostError
 from ringdance.training import session
 
-dist: Any = torch.distributed  # Its stubs lack names that are used here.
-_FIRST_CALL = timedelta(minutes=5)  # How long ranks may take to connect.
+dist: Any = torch.distributed  # Its type stubs lack names that are used here.
+_FIRST_CALL = timedelta(minutes=5)  # Time limit for the ranks to connect.
 # TIMEOUT limits an exchange between GPUs that all ranks have enqueued. For other exchanges, and with gloo,
 # the engine finds missing ranks.
 TIMEOUT, NO_TIMEOUT = timedelta(minutes=10), timedelta(days=365)
@@ -43,19 +43,19 @@ def nccl_built() -> int:
 
 
 def filled(options: Any, **values: Any) -> Any:
-    """Return one of torch's option objects after setting its attributes."""
+    """Set attributes of one of torch's option objects, and return the object."""
     for name, value in values.items():
         setattr(options, name, value)
     return options
 
 
 def group_of(store: Any, rank: int, size: int, device: torch.device, timeout: timedelta) -> Any:
-    """Return a torch group. Blocks until all ranks have called this with matching stores."""
+    """Create a torch process group. Blocks until all ranks have called this with matching stores."""
     if device.type == "cpu":
         return dist.ProcessGroupGloo(store, rank, size, NO_TIMEOUT)
     options = filled(dist.ProcessGroupNCCL.Options(), _timeout=timeout)
     # By default, NCCL connects an algorithm's channels in the first call that uses it, and the host then
-    # waits for the peers. But a rank launches a bucket before it knows whether its peers will launch it too.
+    # waits for the peers. But a rank launches a bucket before it knows whether its peers will do so.
     # See Note [Direct buckets].
     # On errors, only abort the communicator. By default, torch also terminates the process.
     with _environment(NCCL_RUNTIME_CONNECT="0", TORCH_NCCL_ASYNC_ERROR_HANDLING="2"):
@@ -67,7 +67,10 @@ def group_of(store: Any, rank: int, size: int, device: torch.device, timeout: ti
 
 @contextlib.contextmanager
 def _environment(**values: str) -> Iterator[None]:
-    """Set variables that the user has not set. Unset them afterwards: the user's groups read them too."""
+    """Within the block, set environment variables that the user has not set.
+
+    They are unset afterwards, because other process groups of the user would also read them.
+    """
     missing = [name for name in values if name not in os.environ]
     os.environ.update({name: values[name] for name in missing})
     try:
@@ -78,7 +81,7 @@ def _environment(**values: str) -> Iterator[None]:
 
 
 def failure_of(group: Any) -> str:
-    """Return the error that NCCL has reported, or "" if it has reported none."""
+    """Return the error that NCCL has reported, or an empty string if there is none."""
     error = group.get_error() if hasattr(group, "get_error") else None
     return "" if error is None or error.name == "SUCCESS" else str(error.name)
 
@@ -93,10 +96,10 @@ def host_and(namespace: str) -> str:
 
 
 def serve(size: int, networks: Sequence[str]) -> tuple[Any, list[Any]]:
-    """Return a store that this process serves at a free port, and the data that ``connect`` needs.
+    """Return a store that this process serves on a free port, and the data that ``connect`` needs.
 
-    It listens on the loopback address if all ranks can reach it. Otherwise it listens on all addresses, and
-    only processes that know a random prefix find the keys.
+    The store listens on the loopback address if all ranks can reach it. Otherwise, it listens on all
+    addresses, and only processes that know a random prefix can find the keys.
 
     Args:
         size: Number of ranks.
@@ -122,7 +125,7 @@ def addresses() -> list[str]:
 
 
 def connect(served: Sequence[Any], size: int) -> Any:
-    """Return the store that another process has made with ``serve``, on this host or another one."""
+    """Connect to the store that another process serves with ``serve``, on this host or another one."""
     host, port, prefix, *places = served
     if host == socket.gethostname() or not places:
         places = [*places, "127.0.0.1"]

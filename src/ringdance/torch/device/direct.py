@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Launched:
-    """A reduction that was started without a round. Used like an engine's ``Work``.
+    """A reduction that was started without a round. Used like a ``Work`` of the engine.
 
     Args:
         exchange: Exchange whose members start the same reductions in the same order.
@@ -61,10 +61,10 @@ class Launched:
 def direct_exchange(engine: Engine, set_id: int, kind: str, name: str) -> TorchExchange | None:
     """Create another communicator for a set's members. Blocks until all members have called this.
 
-    Returns None on all ranks if the set has not yet exchanged tensors on this kind of device.
+    Returns None on all ranks if the set has not yet exchanged tensors on this type of device.
 
     Raises:
-        CollectiveError: The engine has ended in the meantime.
+        CollectiveError: The engine ended before all members were connected.
     """
     state = engine.sets.find(set_id).state
     common: Any = None if state is None else state.exchange.devices.get(kind)
@@ -86,5 +86,5 @@ def direct_exchange(engine: Engine, set_id: int, kind: str, name: str) -> TorchE
             raise engine.end.error()
         time.sleep(1e-3)
     exchange = connected.result()
-    state.exchange.devices = {**state.exchange.devices, name: exchange}  # The engine's thread may be reading.
+    state.exchange.devices = {**state.exchange.devices, name: exchange}  # The engine thread may be reading.
     return exchange

@@ -25,13 +25,13 @@ from ringdance.torch.device.streams import enqueue, module_of
 from ringdance.training.checks import know_dtypes
 
 Pairs = Sequence[tuple[Description, Request | None]]
-# Started calls, and a function that returns the results of each request once the calls are complete.
+# The started calls, and a function that returns the results of each request after the calls are complete.
 Started = tuple[list[Any], Callable[[], list[list[Tensor]]]]
 
 _DTYPES = know_dtypes(torch)
 _SUMMED = frozenset({torch.uint8, torch.int8, torch.int32, torch.int64})
 _HALVES = frozenset({torch.float16, torch.bfloat16})
-_aborted: list[Any] = []  # Groups with calls that will never complete, but still use their tensors.
+_aborted: list[Any] = []  # Groups whose calls will never complete but still use tensors.
 
 
 def exchanges(kind: Collective, operation: ReduceOp, scales: tuple[float, float], dtype: torch.dtype) -> bool:
@@ -49,13 +49,13 @@ def exchanges(kind: Collective, operation: ReduceOp, scales: tuple[float, float]
 
 
 class TorchExchange:
-    """The ``DeviceExchange`` of one process set. Creating it blocks until all members do so.
+    """The ``DeviceExchange`` of a process set. Blocks at creation until all members have created theirs.
 
     Args:
         store: Store of the set's members.
         device: Device of this rank's tensors. Tensors on other devices are copied to it.
-        exchange: Describes how a request differs between the ranks.
-        timeout: Limit for an exchange between GPUs.
+        exchange: The set's exchange, through which members learn how requests differ between them.
+        timeout: Timeout of an exchange between GPUs.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class TorchExchange:
         self._exchange, self._size, self._rank = exchange, exchange.size, exchange.rank
         self._stream = None if device.type == "cpu" else module_of(device).Stream(device)
         self.group = communicators.group_of(store, exchange.rank, exchange.size, device, timeout)
-        self._under_way: deque[tuple[Any, str]] = deque()  # On a GPU: event after a batch, and its names.
+        self._under_way: deque[tuple[Any, str]] = deque()  # GPU only: (event, names) of batches.
 
     def execute(self, pairs: Pairs, members: Sequence[int]) -> Steps:
         """Run a batch. See ``DeviceExchange``."""
@@ -82,7 +82,7 @@ class TorchExchange:
         return results
 
     def _run(self, pairs: Pairs, start: Callable[[], Started]) -> Steps:
-        """Start calls and return their results. On a GPU the stream waits for them, otherwise this method."""
+        """Start calls and return their results. On a GPU, only the stream waits for them."""
         context = self._exchange.context
         requests = [request for _, request in pairs if request is not None]
         if self._stream is None:
@@ -183,7 +183,7 @@ class TorchExchange:
         return wire, dist.ReduceOp.AVG if native else dist.ReduceOp.SUM
 
     def _deliver(self, wire: Tensor, flat: Tensor, d: Description) -> None:
-        """Scale the reduced tensor, and copy it to ``flat`` if that has separate memory."""
+        """Scale the reduced tensor, and copy it to ``flat`` if the two do not share memory."""
         native = wire.dtype in _HALVES
         divisor = self._size if d.operation is ReduceOp.AVERAGE and not native else 1
         if d.postscale == 1.0 and divisor & (divisor - 1):
@@ -296,7 +296,7 @@ class TorchExchange:
             self._under_way.popleft()
 
     def close(self, agreed: bool) -> None:
-        """Free the communicator. Unless ``agreed``, abort it in a thread, because aborting may take long."""
+        """Free the communicator. Unless ``agreed``, abort it in a thread, because this may take long."""
         group, self.group = self.group, None
         self._under_way.clear()
         if group is None or (agreed and self._stream is None):
@@ -311,7 +311,7 @@ class TorchExchange:
 
 
 def _outputs(pairs: Pairs) -> list[Any]:
-    """Return the tensors that results are written to, or None for results in new memory."""
+    """Return the tensor to which each result is written, or None if it stays in new memory."""
     return [out for d, r in pairs for out in ((r and r.outputs) or [None] * len(d.shapes))]
 
 
@@ -330,7 +330,7 @@ def _by_request(pairs: Pairs, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """Return the flat bytes of a tensor: a view if it is contiguous."""
+    """Return the bytes of a tensor as a flat tensor, which is a view if possible."""
     return tensor.detach().reshape(-1).view(torch.uint8)
 
 

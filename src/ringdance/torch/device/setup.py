@@ -1,4 +1,4 @@
-"""Connect a process set's members when they first exchange tensors on a kind of device."""
+"""Connect a process set's members when they first exchange tensors on a type of device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ringdance.torch.device.exchange import TorchExchange
 from ringdance.torch.device.streams import mark, module_of
 from ringdance.training import session
 
-_last: dict[str, torch.device] = {}  # Device of the last tensor that this rank submitted, by kind of device.
+_last: dict[str, torch.device] = {}  # Device of the last tensor that this rank submitted, by device type.
 
 
 def submitted(tensor: Tensor) -> Any:
@@ -27,12 +27,12 @@ def submitted(tensor: Tensor) -> Any:
 
 
 def make_exchange(exchange: Exchange, kind: str) -> Steps:
-    """Create a process set's exchange for tensors on a kind of device."""
+    """Create a process set's exchange for tensors on a type of device."""
     assert exchange.context.on_thread is not None
     on_thread, device = exchange.context.on_thread, torch.device(kind)
     if kind != "cpu":
         module = module_of(device)
-        place = session.engine().local_rank % module.device_count()  # For a rank that has joined.
+        place = session.engine().local_rank % module.device_count()  # Used if this rank has joined.
         device = _last.get(kind, torch.device(kind, place))  # This thread's current device is the first GPU.
         about = module.get_device_properties(device)
         yield from _check_devices(exchange, str(getattr(about, "uuid", device.index)))
@@ -48,7 +48,7 @@ def make_exchange(exchange: Exchange, kind: str) -> Steps:
 
 
 def _check_devices(exchange: Exchange, uuid: str) -> Steps:
-    """Raise ArgumentError on all members if two of them have the same GPU."""
+    """Raise ArgumentError on all members if several of them use the same GPU."""
     own = json.dumps([socket.gethostname(), uuid]).encode()
     gpus = [tuple(json.loads(item)) for item in (yield from exchange.gather_bytes(own))]
     shared = [rank for rank, item in enumerate(gpus) if gpus.count(item) > 1]

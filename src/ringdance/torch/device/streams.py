@@ -14,13 +14,13 @@ from ringdance.core.request import DeviceResults
 
 
 def module_of(device: torch.device) -> Any:
-    """Return torch's module for a kind of device, such as ``torch.cuda``."""
+    """Return torch's module for a type of device, such as ``torch.cuda``."""
     return getattr(torch, device.type)
 
 
 @contextlib.contextmanager
 def enqueue(stream: Any, events: Sequence[Any], tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Within the block, enqueue work on a stream, after these events. ``tensors``: the ones that it uses."""
+    """Within the block, enqueue work on a stream after these events. ``tensors`` are used by the work."""
     for event in events:
         stream.wait_event(event)
     module = module_of(stream.device)
@@ -31,19 +31,19 @@ def enqueue(stream: Any, events: Sequence[Any], tensors: Sequence[Tensor]) -> It
 
 
 def mark(tensor: Tensor) -> Any:
-    """Record an event after all work on the current stream so far, and return it. None on the CPU."""
+    """Record an event after the current stream's work so far, and return it. Returns None on the CPU."""
     return None if tensor.is_cpu else module_of(tensor.device).current_stream(tensor.device).record_event()
 
 
 def wait_on_host(event: Any, seconds: float = 60.0) -> None:
-    """Make the host wait for an event, if any, up to a limit: it never occurs if a peer is lost."""
+    """Make the host wait for an event, if any. The wait is limited, because a peer may be lost."""
     until = time.monotonic() + seconds
     while event is not None and not event.query() and time.monotonic() < until:
         time.sleep(1e-4)
 
 
 def await_results(results: DeviceResults) -> list[Tensor]:
-    """Return the results. The current stream waits until they are valid; the host does not."""
+    """Return the results. The current stream, but not the host, waits until they are valid."""
     if results.event is not None:
         stream = module_of(results[0].device).current_stream(results[0].device)
         stream.wait_event(results.event)
