@@ -29,7 +29,7 @@ def _floating_dtype(tensor: NDArray) -> Any:
 
 
 class Compression:
-    """Compression algorithms. There is no bf16, because MXNet's operators do not support bfloat16 on CPUs."""
+    """Compression algorithms. bf16 is missing, because MXNet's operators do not support it on CPUs."""
 
     _all = compression_for(__name__, np.float16, None, _floating_dtype, lambda one, kind: one.astype(kind))
     none: type[Compressor] = _all.none

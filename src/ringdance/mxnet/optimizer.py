@@ -72,8 +72,8 @@ class _Reduction:
 class DistributedTrainer(Trainer):
     """A ``gluon.Trainer`` that averages the gradients over the ranks in ``step`` and ``allreduce_grads``.
 
-    Each process trains on one device. With ``grad_req="add"``, each call averages the gradients that have been
-    accumulated so far.
+    Each process trains on one device. With ``grad_req="add"``, each call averages the gradients that have
+    been accumulated so far.
 
     Args:
         params: Parameters, as in ``gluon.Trainer``. Must be the same on all ranks.

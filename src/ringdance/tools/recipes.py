@@ -21,7 +21,7 @@ examples:
   ringdance recipes copy resnet50 job              train_torch.py, train_keras.py and their shared files
   ringdance run -np 2 python job/train_torch.py --preset laptop --synthetic --steps 20
 """
-# Each recipe, and the command that tries out a copy of it.
+# Each recipe, with a command that tries out a copy in a directory.
 _RECIPES = {
     "resnet50": "ringdance run -np 2 python {}/train_torch.py --preset laptop --synthetic --steps 20",
     "detection": "ringdance run -np 2 python {}/train.py --help",

@@ -172,7 +172,7 @@ def test_a_wrong_number_of_threads_is_refused(threads: str, capsys, monkeypatch)
 def test_what_cannot_be_written_is_refused_before_it_is_measured(tmp_path, capsys) -> None:
     (tmp_path / "directory.json").mkdir()
     os.mkfifo(tmp_path / "fifo.json")
-    for name, says in (("directory", "the name of a file"), ("fifo", "is not a regular file")):
+    for name, says in (("directory", "a file name that ends"), ("fifo", "is not a regular file")):
         assert bench.main(["train", "--model", "mlp", "--output", str(tmp_path / f"{name}.json")]) == 2
         assert says in capsys.readouterr().err
 

@@ -50,7 +50,7 @@ def network_facts(usage: Usage) -> dict[str, Any]:
 
 
 def resolve(name: str) -> list[str]:
-    """Return the addresses that a name resolves to, an empty list if it does not resolve."""
+    """Return the addresses that a name resolves to, or an empty list if it does not resolve."""
     try:
         return sorted({str(entry[4][0]) for entry in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)})
     except (OSError, UnicodeError):

@@ -36,7 +36,7 @@ __all__ = ["Gradients", "Machine", "Step", "expected_largest", "simulate"]
 
 _MOST_RANKS = 1_000_000
 Gradients = Sequence[tuple[int, float]]
-"""Float32 bytes of each gradient, and seconds from the start of the step until backward has computed it."""
+"""For each gradient: size in bytes as float32, and seconds from the start of the step until it is computed."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Step:
         sent_bytes: Bytes sent to other hosts by the host that sends the most.
         messages: Messages that this host sends to other hosts.
         rounds: Number of negotiation rounds.
-        calls: Name and bytes of each collective between hosts that rank 0 takes part in.
+        calls: Name and size in bytes of each collective between hosts in which rank 0 takes part.
     """
 
     seconds: float
@@ -205,5 +205,5 @@ class _Job:
         count = description.shapes[0][0]
         view: Array = traced(self.memory[: count * dtype.itemsize].view(dtype), core)
         if self.dtype != "float32":
-            core.move(2 * view.nbytes)  # conversion to the wire's type and back
+            core.move(2 * view.nbytes)  # conversion to the wire dtype and back
         return Request(description, (view,), (view,))

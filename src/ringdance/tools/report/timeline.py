@@ -26,9 +26,10 @@ examples:
 Files may be complete or left by a killed job. Steps are those that optimizers or
 hvd.mark_step() have marked. Without marks, the summary covers the whole file.
 
-between: between exchanges, when the rank computes, loads or sleeps. exposed: training waits for results. Its
-parts are negotiate, until all ranks have submitted; data, until the other ranks' parts have arrived; copying;
-reducing; and other, the rest of an exchange. hidden: exchanging while the rank computes.
+between: time between exchanges, in which the rank computes, loads or sleeps. exposed: time in which training
+waits for results. Its parts are negotiate, until all ranks have submitted; data, until the data from the
+other ranks has arrived; copying; reducing; and other, the rest of an exchange. hidden: time in which batches
+are exchanged while the rank computes.
 """
 
 _COLUMNS = {key: key.replace("_", " ").removeprefix("wait for ") for key in (

@@ -81,7 +81,7 @@ class Attempt:
 
     def start(self, command: Sequence[str], environ: Mapping[str, str]) -> None:
         """Start the trial's processes in a new session, with their output going to the file ``log``."""
-        shutil.rmtree(self.directory, ignore_errors=True)  # left by an interrupted start
+        shutil.rmtree(self.directory, ignore_errors=True)  # left behind by an interrupted start
         self.directory.mkdir(parents=True)
         (self.directory / "params.json").write_text(json.dumps(self.trial.params) + "\n")
         words, none = ["/bin/sh", "-c", _SHELL, str(self.exit), *command], subprocess.DEVNULL
@@ -211,7 +211,7 @@ class Searcher:
         return pruned
 
     def _end(self, one: Attempt) -> None:
-        """End the trial's processes on this host, SIGTERM first. The launcher ends those on other hosts."""
+        """End the trial's processes on this host, first with SIGTERM. The launcher ends all others."""
         shells, until = [], time.monotonic() + self.grace
         for process in one.processes() if one.code() in (None, _KILLED) else []:
             with contextlib.suppress(psutil.Error, OSError):
@@ -232,7 +232,7 @@ class Searcher:
     def _finish(self, one: Attempt, left: bool = False) -> None:
         """Record how a trial ended. A killed trial is restarted once.
 
-        It is always restarted if its searcher was killed as well (``left``).
+        If its searcher was killed too (``left``), the trial is always restarted.
         """
         code, trial = one.code() or 0, one.trial
         self._passed_on(one, ended=True)
@@ -249,7 +249,7 @@ class Searcher:
             trial.set_user_attr("killed", not left)
             self._waiting.append(trial.number)
             return self._say(one, f"was killed and will start again: {reason}")
-        self._failed += bool(code or not one.reader.values)  # not NaN or inf, normal if lr is too high
+        self._failed += bool(code or not one.reader.values)  # NaN and inf are normal if lr is too high
         trial.set_user_attr("reason", reason)
         self.study.tell(trial, "FAIL")
         self._say(one, f"failed: {reason}")
