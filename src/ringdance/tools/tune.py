@@ -164,7 +164,7 @@ def _speed_of(results: Sequence[Result]) -> float:
 def _metrics(directory: Path) -> RunMetrics | None:
     """Return a trial's metrics, or None if it has not completed any steps yet."""
     try:
-        with contextlib.redirect_stderr(io.StringIO()):  # hides warnings about lines that are still being written
+        with contextlib.redirect_stderr(io.StringIO()):  # hides warnings about incomplete lines
             return read_run(directory / "out")
     except LaunchError:
         return None
@@ -282,7 +282,7 @@ def _add_threads(parser: argparse.ArgumentParser) -> None:
     add("--ranks", type=counts, metavar="A,B", help="ranks per host to try (default: 1, 2, 4, ... cores)")
     add("--intra", type=counts, metavar="A,B", help="intra-op threads to try (default: 1, 2, 4, ... cores)")
     add("--bind", choices=_BINDS, default="both", help="bind ranks to cores, or try both (default: both)")
-    add("--seconds", type=number, default=20.0, metavar="S", help="seconds to measure steady steps (default: 20)")
+    add("--seconds", type=number, default=20.0, metavar="S", help="seconds of steady steps (default: 20)")
     add("--limit", type=number, default=300.0, metavar="S", help="seconds allowed for startup (default: 300)")
     add_host_options(parser, "hosts with as many cores as this one (default: this one); slots are ignored")
     add("command", nargs="+", metavar="COMMAND", help="after --: the training command and its arguments")

@@ -31,7 +31,7 @@ PARTS = {"loader": "loader alone", "step": "step alone", "both": "both"}
 _LESS = {
     "images": "prepare smaller images (`ringdance data prepare ... --resize 256`)",
     "rows": "prepare files that need no parsing (`ringdance data prepare criteo ... --format rows`)",
-    "samples": "before training, compute and store whatever is the same in every epoch",
+    "samples": "compute whatever is the same in every epoch once, before training, and store it",
 }
 _TAIL = 30  # lines of output shown from a failed run
 

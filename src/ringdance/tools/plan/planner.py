@@ -101,8 +101,8 @@ class PlanOptions:
         """Return the number of ranks per machine. Raises LaunchError if it exceeds the number of GPUs."""
         if not load.cores and 0 < on.gpus < self.ranks_per_host:
             raise LaunchError(
-                f"--ranks-per-host {self.ranks_per_host}: {on.name} has {on.gpus} GPUs, and each rank needs one. "
-                f"Use at most {on.gpus}. For more ranks, add machines with --np"
+                f"--ranks-per-host {self.ranks_per_host}: {on.name} has {on.gpus} GPUs, and each rank needs "
+                f"one. Use at most {on.gpus}. For more ranks, add machines with --np"
             )
         return self.ranks_per_host or on.gpus or max(1, int(on.cores / max(load.cores, 1e-9)))
 

@@ -36,7 +36,7 @@ __all__ = ["Gradients", "Machine", "Step", "expected_largest", "simulate"]
 
 _MOST_RANKS = 1_000_000
 Gradients = Sequence[tuple[int, float]]
-"""For each gradient: size in bytes as float32, and seconds from the start of the step until it is computed."""
+"""For each gradient: bytes as float32, and seconds from the start of the step until it is computed."""
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,7 @@ def judge(run: RunMetrics, uneven: float = 0.0) -> Limit:
             "input", f"Ranks barely wait for exchanges or for each other, yet they barely compute.{also}",
             f"{again}Load data in parallel with training: use more data loader workers, prefetching, or a "
             "local disk. Measure the loader alone. It must deliver more than "
-            f"{run.steps_per_second:.3g} batches per second. Until it does, more ranks do not help.", evidence,
+            f"{run.steps_per_second:.3g} batches per second. Until then, more ranks do not help.", evidence,
         )  # fmt: skip
     return Limit("computation", "Ranks compute most of the time.", _scale(run, evidence), evidence)
 
@@ -104,7 +104,7 @@ def _communication(run: RunMetrics, communication: float, evidence: list[str]) -
     last = run.slowest.rows[-1]
     evidence.append(
         f"{last['bytes'] / last['steps'] / 1e6:,.1f} MB are reduced per step. Without waiting for this, "
-        f"{run.size} ranks would be as fast as {run.size / max(judging.LEAST, 1 - communication):.3g} are now."
+        f"{run.size} ranks would be as fast as {run.size / max(judging.LEAST, 1 - communication):.3g} are."
     )
     return Limit(
         "communication", "All ranks wait equally for exchanges.",
@@ -156,4 +156,7 @@ def _scale(run: RunMetrics, evidence: list[str]) -> str:
         "to more hosts." if run.gpu is None
         else "use a larger batch, or more workers in the data loader. Then scale out to more ranks."
     )  # fmt: skip
-    return f"First scale up: the {what} can do up to {1 / max(used, 0.01):.1f} times as much. To use them, {how}"
+    return (
+        f"First scale up: the hardware can do up to {1 / max(used, 0.01):.1f} times as much. "
+        f"To use it, {how}"
+    )

@@ -25,7 +25,7 @@ examples:
   ringdance report one two four --batch-size 32 -o scaling.html        speed by number of ranks
   ringdance report logs --json                                         print the result as JSON
 
-Short runs need more frequent samples: RINGDANCE_METRICS_INTERVAL=1. The page is a single, self-contained file.
+Short runs need more frequent samples: RINGDANCE_METRICS_INTERVAL=1. The page is one self-contained file.
 """
 _TIMELINES = ("timeline.json", "*timeline*.json")
 

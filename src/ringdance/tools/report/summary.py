@@ -55,7 +55,7 @@ class Cover:
         return np.interp(times, self._edges, self._lengths)
 
     def within(self, times: Sequence[float] | Array, other: Cover | None = None) -> Array:
-        """Return the covered time between successive times. With ``other``, count only time that both cover."""
+        """Return the covered time between successive times, or only the time that ``other`` also covers."""
         covered = self.until(times)
         if other is not None:  # |A and B| = |A| + |B| - |A or B|
             covered = covered + other.until(times) - Cover([*self.spans, *other.spans]).until(times)

@@ -21,7 +21,7 @@ examples:
   ringdance run -np 4 --timeline t.json python train.py      write a timeline
   ringdance timeline t.json                                  show where the time of a step goes
   ringdance timeline t.json --steps 50                       show a row for each of the last 50 steps
-  ringdance timeline t.json --json | jq '.ranks[0]'          print the slowest rank, in seconds
+  ringdance timeline t.json --json | jq '.ranks[0]'          print the slowest rank's times, in seconds
 
 Files may be complete or left by a killed job. Steps are those that optimizers or
 hvd.mark_step() have marked. Without marks, the summary covers the whole file.

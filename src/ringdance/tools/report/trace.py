@@ -52,7 +52,7 @@ def load(path: Path) -> Trace:
         if isinstance(error, json.JSONDecodeError):
             place = f", line {error.lineno}"
         raise LaunchError(
-            f"{path}{place} is not a timeline in Chrome's JSON trace format. Pass a file that "
+            f"{path}{place} is not a timeline: it is not in Chrome's JSON format. Pass a file that "
             "`ringdance run --timeline FILE` has written"
         ) from None
     if not trace.processes:

@@ -39,7 +39,7 @@ def report(value: float, step: int | None = None) -> None:
         with open(target, "a") as file:
             file.write(line + "\n")
     except FileNotFoundError:
-        text = f"{os.path.dirname(target)} does not exist on {os.uname().nodename}, where this rank runs. Run "
+        text = f"{os.path.dirname(target)} is missing on {os.uname().nodename}, where this rank runs. Run "
         raise FileNotFoundError(f"{text}`ringdance search` with a --study that all hosts share") from None
     if os.path.exists(target + STOP):
         raise SystemExit("ringdance search: this trial is pruned")

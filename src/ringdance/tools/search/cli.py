@@ -58,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--ranks-per-trial", type=positive, metavar="N", help=text)
     text = "seconds for trials to exit after Ctrl-C or pruning (default: 30); a second Ctrl-C kills them"
     add("--grace", type=number, default=30.0, metavar="S", help=text)
-    add("command", nargs="+", metavar="COMMAND", help="after --: the command of a trial, with {lr} for parameter lr")
+    add("command", nargs="+", metavar="COMMAND", help="after --: a trial, with {lr} for parameter lr")
     add_host_options(made.add_argument_group("hosts"), "hosts and their slots (default: this host's cores)")
     return made
 

@@ -152,7 +152,7 @@ def check_command(space: Space, command: Sequence[str]) -> None:
     used = set(_PLACEHOLDER.findall(" ".join(command)))
     if lost := [name for name in space.parameters if not used & {name, "params"}]:
         text = f"no trial receives parameter {', '.join(lost)}. Write {{{lost[0]}}} into the command, as in "
-        raise LaunchError(text + "`env LR={lr} python train.py`, or {params} for a JSON file with all of them")
+        raise LaunchError(text + "`env LR={lr} python train.py`, or {params} for a JSON file with all")
 
 
 def fill(texts: Sequence[str], values: Mapping[str, Any], directory: Path, slots: str) -> list[str]:

@@ -140,7 +140,7 @@ class Study:
         return self.study.best_trial if self.trials("COMPLETE") else None
 
     def trial(self, number: int | None = None) -> Trial:
-        """Return the trial with this number, or a new one. Chooses the values of parameters without a value."""
+        """Return the trial with this number, or a new one. Chooses values for parameters that have none."""
         # Each trial has its own random seed, so that neither a resumed search nor a search with the next seed
         # repeats the same random numbers.
         options = dict(self.space.sampler)
