@@ -63,7 +63,7 @@ CallFrame = _structure(
 _LATER_NAMES = {"XLA_FFI_Extension_Base": "XLA_FFI_InternalExtension"}  # Since JAX 0.12.
 
 _handler: list[Handler] = []
-_alive: list[Any] = []  # Keeps the registered function alive as long as the process.
+_alive: list[Any] = []  # Keeps the registered function alive as long as the process runs.
 
 
 def set_handler(function: Handler) -> None:

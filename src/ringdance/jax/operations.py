@@ -314,6 +314,6 @@ def join() -> int:
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Block until all ranks of the set have called it."""
+    """Block until all ranks of the set have called this function."""
     settle()
     collectives.barrier(session.engine(), set_id(process_set))

@@ -1,8 +1,8 @@
 """Convert between MXNet arrays and NumPy views, without copying if possible.
 
 MXNet computes asynchronously: an operation returns an array immediately, and a thread fills the array later.
-Before a view for reading is created, all pending writes to the array must complete. Before a view for writing
-is created, all pending reads must complete, too. Operations that MXNet starts later see the new values.
+A view for reading is created after all pending writes to the array are complete, and a view for writing after
+all pending reads are also complete. Operations that MXNet starts later see the new values.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def array_of(tensor: NDArray, written: bool = False) -> Array:
 
     Args:
         tensor: The array. All pending writes to it are complete on return.
-        written: If True, the view is for writing, and all pending reads are complete on return, too.
+        written: If True, the view is for writing, and all pending reads are also complete on return.
 
     Raises:
         ArgumentError: The value is not an array, or it is a sparse array.

@@ -170,5 +170,5 @@ def join() -> int:
 
 @as_mxnet()
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Return after all ranks of the set have called it."""
+    """Block until all ranks of the set have called this function."""
     collectives.barrier(session.engine(), set_id(process_set))

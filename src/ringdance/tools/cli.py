@@ -28,7 +28,7 @@ examples:
 _COMMANDS = {
     "train": {
         "run": ("ringdance.launch.cli", "start a training script on several processes"),
-        "mpirun": ("ringdance.launch.mpirun_cli", "run command lines of Open MPI 4's mpirun"),
+        "mpirun": ("ringdance.launch.mpirun_cli", "run command lines written for Open MPI 4's mpirun"),
         "status": ("ringdance.launch.background.commands:status", "show the jobs that run in the background"),
         "attach": ("ringdance.launch.background.commands:attach", "show a background job's output"),
         "stop": ("ringdance.launch.background.commands:stop", "end a background job"),

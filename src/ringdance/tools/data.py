@@ -159,7 +159,7 @@ def _add_images(parser: argparse.ArgumentParser) -> None:
     add("--shards", type=positive, default=0, metavar="N", help=text)
     text = "shrink larger images so that the shorter side has S pixels, and encode them with quality 95"
     add("--resize", type=positive, default=0, metavar="S", help=text)
-    text = "only this split (default: all); if SRC has no splits, the name of the result (default: train)"
+    text = "only this split (default: all); if SRC has no splits, the name for its split (default: train)"
     add("--split", choices=tuple(SPLITS), action="append", default=[], help=text)
     add("--labels", type=Path, metavar="FILE", help="validation labels (default: a file near the images)")
     text = "maximum number of broken images to leave out (default: one in a hundred)"
@@ -221,7 +221,7 @@ def _add_clicks(parser: argparse.ArgumentParser) -> None:
     _add_table_size(parser)
     text = "share of the rows for the validation split, such as 0.1, or its files (default: none)"
     add("--validation", type=_share_or_path, default=0.0, metavar="SHARE|SRC", help=text)
-    add("--max-broken", type=int, metavar="N", help="broken rows that may be left out (default: 1%%)")
+    add("--max-broken", type=int, metavar="N", help="broken rows to tolerate (default: one in a hundred)")
     add("--chunk", type=float, default=0, help=argparse.SUPPRESS)  # in MB; for tests
     add("--overwrite", action="store_true", help="remove the data set in DST and start again")
     _add_processes(parser)

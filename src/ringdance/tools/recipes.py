@@ -50,9 +50,9 @@ def _files(name: str) -> list[Path]:
 
 
 def _text(path: Path) -> str:
-    """Return a file's text, edited so that a copy imports shared modules from the copy's directory.
+    """Return a file's text, edited so that a copy imports shared modules from its own directory.
 
-    A later version of Ringdance that changes these modules does not change the copy.
+    Later versions of Ringdance may change these modules, but this does not affect the copy.
     """
     text = path.read_text(encoding="utf-8").replace("from ringdance.recipes import ", "import ")
     return text.replace("from ringdance.recipes.", "from ")

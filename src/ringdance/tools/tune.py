@@ -80,7 +80,7 @@ class Trials:
 
     Attributes:
         given: Command-line arguments.
-        hosts: Hosts to run trials on. If empty, trials run on this host only.
+        hosts: Hosts to run trials on. If empty, trials run only on this host.
         cores: Cores per host.
         others: Maximum share of a host's cores that other programs have used during a trial.
     """

@@ -49,7 +49,7 @@ class Finding:
     """What a check found on one or more hosts.
 
     Attributes:
-        text: The finding in one sentence. Names hosts only if the check compares them.
+        text: Sentence that states the finding. It names hosts only if the check compares hosts.
         fix: One line that says how to fix the problem. Empty if nothing is wrong.
         severity: Overrides the check's severity if set.
         hosts: For a check that compares hosts, the hosts this finding applies to. Empty means all.
@@ -67,7 +67,7 @@ class HostFacts:
 
     Attributes:
         facts: Facts by probe.
-        slots: Number of ranks on this host, 0 if unknown.
+        slots: Number of ranks on this host. 0 if not known.
     """
 
     facts: Facts

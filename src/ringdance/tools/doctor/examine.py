@@ -93,7 +93,7 @@ def examine(facts: Mapping[str, Facts], usage: Usage, names: Iterable[str] | Non
     Args:
         facts: Facts by host name.
         usage: What the hosts will be used for.
-        names: Names of the checks to apply. None applies all checks whose probes were run.
+        names: Names of the checks to apply. If None, all checks whose probes were run are applied.
     """
     hosts = {name: HostFacts(known, usage.slots.get(name, 0)) for name, known in facts.items()}
     merged: dict[Result, list[str]] = {}  # hosts by result: merges results that differ only in their hosts

@@ -35,7 +35,7 @@ class HostSet:
     """Hosts with their slots, in the order given, and the agents on them.
 
     Attributes:
-        slots: Number of slots by host name, 0 if not specified.
+        slots: Number of slots by host name. 0 if not specified.
         shell: Remote shell for reaching the hosts.
         agents: Agents by host name, for the hosts that answered.
         problems: Reasons why hosts cannot be used, by host name. Includes hosts that were lost later.
@@ -57,7 +57,7 @@ class HostSet:
         return [host for host in self.agents if host not in self.problems]
 
     def connect(self, timeout: float, log: Callable[[str], None] = _print) -> None:
-        """Start the missing agents in parallel. Adds hosts that cannot be used to ``problems``.
+        """Start the missing agents in parallel. Hosts that cannot be used are added to ``problems``.
 
         Args:
             timeout: Seconds to wait for a host to answer.

@@ -2,9 +2,9 @@
 
 ``simulate`` runs the same operations as the engine in a step, but on a simulated clock instead of a network.
 Gradients become ready while the rank computes, negotiation rounds start, requests are grouped into batches,
-and batches are exchanged. All this uses the functions in ``ringdance.core``, so predictions follow changes to
-the engine. The simulation ignores packet loss, congestion in the network's core (only the ranks on a host
-share a link), and the fact that MPI makes progress only while it is called.
+and batches are exchanged. All of this uses the functions in ``ringdance.core``, so predictions reflect
+changes to the engine. The simulation ignores packet loss, congestion in the network's core (only the ranks on
+a host share a link), and the fact that MPI only makes progress while one of its functions is called.
 """
 
 from __future__ import annotations

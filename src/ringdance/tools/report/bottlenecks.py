@@ -31,8 +31,8 @@ class Limit:
 def judge(run: RunMetrics, uneven: float = 0.0) -> Limit:
     """Determine what limits a run.
 
-    The time that the slowest rank waits counts as communication. Any additional waiting on other ranks is
-    skew. The remaining time is computation or waiting for input.
+    The time that the slowest rank waits counts as communication. Any additional time that the other ranks
+    wait counts as skew. The remaining time is computation or waiting for input.
 
     Args:
         run: Metrics of the run.
@@ -69,7 +69,7 @@ def judge(run: RunMetrics, uneven: float = 0.0) -> Limit:
     idle = cores / max(own, judging.LEAST) < enough
     if run.gpu < judging.IDLE_GPU * own if run.gpu is not None else idle:
         also = again = ""
-        if taken >= judging.TAKEN:  # ranks that wait for a core look idle, too
+        if taken >= judging.TAKEN:  # ranks that wait for a core also look idle
             also = f" Or they wait for cores: other programs use {taken:.0%} of the cores of {host}."
             again = "Run it again without these programs. If the ranks still barely compute: "
         return Limit(

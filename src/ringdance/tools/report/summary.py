@@ -214,7 +214,7 @@ def _steps(ranks: list[RankTimes]) -> list[dict[str, Any]]:
 
 
 def _sentence(steps: Sequence[dict[str, Any]], hosts: Mapping[int, str]) -> str:
-    """Describe in a sentence what a step waits for. Returns "" if the timeline does not contain any steps."""
+    """Return a sentence about what a step waits for, or "" if the timeline does not contain any steps."""
     if not steps:
         return ""
     whole, exposed = (fmean([row[key] for row in steps]) for key in ("seconds", "exposed_seconds"))
