@@ -60,8 +60,8 @@ def measure(given: Mapping[str, Any]) -> dict[str, Any]:
     """Train on synthetic samples, alternating between contestants in blocks of steps.
 
     Args:
-        given: Options: ``model``, ``framework``, ``batch``, ``image``, ``dtype``, ``against``, ``steps``,
-            ``warmup``, ``unit``.
+        given: Values of the options ``model``, ``framework``, ``batch``, ``image``, ``dtype``, ``against``,
+            ``steps``, ``warmup`` and ``unit``.
 
     Returns:
         This rank's measurements: seconds per step by contestant and block, times of single steps without an

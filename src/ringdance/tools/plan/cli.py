@@ -224,8 +224,8 @@ def assumptions(
     """List a plan's assumptions as sentences.
 
     Args:
-        load: The step.
-        on: The kind of machine.
+        load: The training step.
+        on: The machine type.
         options: Options of the plan.
         rounded: Requested numbers of ranks that do not fill whole machines, each with the row used instead.
     """

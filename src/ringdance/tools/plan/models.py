@@ -27,7 +27,7 @@ class KnownModel:
         batch: Samples per rank and step for which rates are published.
         samples: Number of samples in the training set commonly used for the model. 0 if no such set exists.
         forward: Share of a step that the forward pass takes.
-        tensors: Elements of each parameter, and the number of positions it is applied to, as in models.toml.
+        tensors: Number of elements and positions of each parameter, in the format of models.toml.
     """
 
     name: str
@@ -38,7 +38,7 @@ class KnownModel:
 
     @property
     def parameters(self) -> list[tuple[int, int]]:
-        """Elements and positions of each parameter, in forward order. 0 positions mean no multiplication."""
+        """Number of elements and positions (0 if not multiplied) of each parameter, in forward order."""
         words = list[str]()
         for row in self.tensors.strip().splitlines():
             times, _, tensors = row.rpartition(":")

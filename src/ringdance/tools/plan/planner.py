@@ -139,7 +139,7 @@ def from_model(
         model: Model to train.
         rate: Total samples per second on ``of`` ranks.
         batch: Samples per rank and step.
-        on: Kind of machine.
+        on: Machine type.
         options: Options of the plan. Only the ranks per host and the data type on the wire are used.
         of: Number of ranks that reached this rate.
     """
@@ -256,11 +256,11 @@ def _preference(row: dict[str, Any]) -> tuple[bool, int, int]:
 
 
 def machine(load: Workload, on: Instance, per_host: int) -> Machine:
-    """Return the simulated machine for a step's exchanges.
+    """Return the simulated machine for the exchanges in a step.
 
     Args:
-        load: The step.
-        on: The kind of machine.
+        load: The training step.
+        on: The machine type.
         per_host: Ranks per machine.
     """
     bandwidth = on.gbits / 8 * 1e9
