@@ -63,7 +63,7 @@ one_device_of: Callable[..., Any] | None = _find("callback", "_callback_op_shard
 # jax._src.interpreters.pxla._cached_lowering_to_hlo: lowers a traced program. See ``programs``. Without it,
 # programs with exchanges are started by JAX's Python code.
 def lowering_to_hlo() -> Callable[..., Any] | None:
-    """Return the function with which JAX lowers a program, or None if this version does not have it."""
+    """Return the function with which JAX lowers a program, or None if this version of JAX lacks it."""
     return _find("interpreters.pxla", "_cached_lowering_to_hlo")
 
 

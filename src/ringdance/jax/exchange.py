@@ -116,7 +116,7 @@ def _run_compiled(
 
 
 def is_traced(values: Sequence[Any]) -> bool:
-    """Return True if any of the values is traced, so that it is not known until the program runs."""
+    """Return True if any of the values is a tracer, which has no contents until the program runs."""
     return any(isinstance(value, jax.core.Tracer) for value in values)
 
 

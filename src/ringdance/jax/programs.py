@@ -145,8 +145,8 @@ def settle() -> None:
 def _finish() -> None:
     """Wait for programs that are still running when the script ends. Other ranks wait for their exchanges.
 
-    The time is limited: if other ranks do not take part in the exchanges, this rank must exit so that they
-    notice.
+    The time is limited: if other ranks do not take part in the exchanges, this rank must exit so that the
+    others notice.
     """
     until = time.monotonic() + _EXIT_SECONDS
     for result in [start() for start in tuple(_last.values())]:

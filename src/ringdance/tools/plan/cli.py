@@ -152,7 +152,7 @@ def _load(given: argparse.Namespace, on: Instance, options: PlanOptions) -> tupl
             "measure it with `ringdance bench train --output bench.json`, and pass --from bench.json"
         )
     elif not rate:
-        raise LaunchError("--model needs --images-per-second R, on one rank or on --of N ranks together")
+        raise LaunchError("--model needs a rate: --images-per-second R (of N ranks together: --of N)")
     else:
         model = known[given.model]
         load = planner.from_model(model, rate, given.batch or model.batch, on, options, given.of)
@@ -281,7 +281,7 @@ def _verdict(best: Row | None, tried: Sequence[Row], given: argparse.Namespace) 
         return f"No advice: a batch of {tried[0].batch:,} is beyond the reference points."
     row = min(known, key=lambda row: (row.hours if given.deadline else row.money) or 0.0)
     nearest = f"{_cell(row.hours)} hours" + (f" and ${_cell(row.money)}" if row.money else "")
-    return f"No plan with up to {_MOST} hosts meets {limit}. The closest has {row.hosts}: {nearest}."
+    return f"No plan with up to {_MOST} hosts meets {limit}. The closest uses {row.hosts} hosts: {nearest}."
 
 
 def _hours(text: str) -> float:
