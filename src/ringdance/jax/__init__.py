@@ -1,7 +1,7 @@
 """Ringdance for JAX: ``import ringdance.jax as hvd``.
 
-Each rank is one process with its own devices. The collectives work on arrays immediately and within ``jit``,
-``grad`` and control flow. ``distributed`` makes an optax transformation reduce its gradients::
+Each rank is one process with its own devices. Collectives can be called eagerly and within ``jit``, ``grad``
+and control flow. ``distributed`` wraps an optax transformation so that gradients are reduced first::
 
     hvd.init()
     tx = hvd.distributed(optax.adam(1e-3 * hvd.size()))

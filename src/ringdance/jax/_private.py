@@ -1,7 +1,7 @@
-"""Private JAX names that the binding uses, the reason for each, and the behavior without it.
+"""Private JAX names that the binding uses. Comments explain each name's purpose and what happens without it.
 
-Present in JAX 0.6 to 0.12. Each name is looked up when this module is imported. If one is missing, the
-binding uses the alternative, which the tests cover too.
+All names exist in JAX 0.6 to 0.12. They are looked up when this module is imported. If a name is missing, the
+binding uses a fallback. The tests also cover the fallbacks.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ def _find(module: str, name: str, default: Any = None) -> Any:
         return default
 
 
-# jax._src.effects: an ordered effect keeps exchanges in program order, and keeps exchanges whose results are
-# not used. Without it, programs exchange through jax.experimental.io_callback.
+# jax._src.effects: an ordered effect keeps exchanges in program order, and prevents JAX from removing those
+# whose results are unused. Without it, programs exchange through jax.experimental.io_callback.
 _SETS = (
     "ordered_effects", "shardable_ordered_effects", "lowerable_effects", "control_flow_allowed_effects",
     "custom_derivatives_allowed_effects", "remat_allowed_effects",
@@ -39,31 +39,31 @@ def _declare_effect() -> Any:
 EFFECT = _declare_effect()
 
 # jax._src.core.abstract_token: the type of the token that an ordered effect passes from one operation to the
-# next, for XLA's foreign function interface. Without it, programs call Python with arrays.
+# next. XLA's foreign function interface needs it. Without it, programs call Python with arrays.
 abstract_token: Any = _find("core", "abstract_token")
 
 # jax._src.dispatch.runtime_tokens: the tokens that this thread's next program waits for. After an exchange
 # has failed in a program with tokens, later programs fail too until the tokens are dropped. Without this
-# name, they fail forever.
+# name, the tokens cannot be dropped, so all later programs fail.
 drop_tokens: Callable[[], Any] = getattr(_find("dispatch", "runtime_tokens"), "clear", int)
 
-# jax._src.core.trace_state_clean: tells quickly whether JAX is tracing at all. Without it, calls outside
-# of programs need some microseconds more to find out.
+# jax._src.core.trace_state_clean: a fast check for whether JAX is tracing at all. Without it, each call
+# outside of programs takes a few microseconds longer.
 no_trace: Callable[[], bool] = _find("core", "trace_state_clean", bool)
 
-# jax._src.sharding_impls.SPMDAxisContext: how a program is lowered within shard_map and pmap. Without it, a
-# collective there fails with JAX's own error instead of our explanation.
+# jax._src.sharding_impls.SPMDAxisContext: the axis context in which shard_map and pmap lower a program.
+# Without it, a collective within them fails with an error from JAX instead of our explanation.
 SPMDAxisContext: Any = _find("sharding_impls", "SPMDAxisContext", ())
 
 # jax._src.callback._callback_op_sharding: lets a program for several devices of this process call Python
-# once, with whole arrays. Without it, such programs are refused.
+# only once, with whole arrays. Without it, such programs are rejected.
 one_device_of: Callable[..., Any] | None = _find("callback", "_callback_op_sharding")
 
 
-# jax._src.interpreters.pxla._cached_lowering_to_hlo: where JAX lowers a recorded program. See ``programs``.
-# Without it, JAX's Python code starts programs with exchanges.
+# jax._src.interpreters.pxla._cached_lowering_to_hlo: lowers a traced program. See ``programs``. Without it,
+# programs with exchanges are started by JAX's Python code.
 def lowering_to_hlo() -> Callable[..., Any] | None:
-    """Return JAX's function that lowers a program, or None if it is unknown."""
+    """Return the function with which JAX lowers a program, or None if this version of JAX lacks it."""
     return _find("interpreters.pxla", "_cached_lowering_to_hlo")
 
 

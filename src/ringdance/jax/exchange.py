@@ -1,11 +1,12 @@
-"""Exchanges of JAX arrays: immediate, or as primitives in compiled programs.
+"""Exchanges of JAX arrays: eager, or as primitives in compiled programs.
 
-A ``JaxCall`` describes an exchange by values only, so that compiled code can hold it. It is the same for
-eager and compiled calls. An eager call runs immediately on views of the arrays. In ``jit`` it becomes a
-primitive with an ordered effect: a program's calls keep their order, which must be the same on all ranks, and
-no call is dropped because its result is unused. On the CPU, the primitive is a call through XLA's foreign
-function interface (``ffi``) that reads and writes XLA's own memory. If that is not possible (an accelerator,
-an unknown layout), it is a callback with arrays. ``programs`` describes how programs are started.
+A ``JaxCall`` describes an exchange, both in eager and in compiled calls. It contains only static values. An
+eager call runs immediately on views of the arrays. Within ``jit``, a call becomes a primitive with an ordered
+effect: the calls in a program keep their order, which must be the same on all ranks, and calls whose results
+are unused are not removed. On the CPU, the primitive is lowered to a call through XLA's foreign function
+interface (``ffi``), which reads and writes XLA's memory in place. On accelerators, and if the layout of XLA's
+structures is unknown, it is lowered to a Python callback with arrays. ``programs`` describes how programs are
+started.
 """
 
 from __future__ import annotations
@@ -39,12 +40,12 @@ Shapes = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class JaxCall:
-    """A call, together with the other values that are static in a JAX program. Hashable.
+    """A call and the other values that are static in a JAX program. Hashable.
 
     Args:
         call: The collective and its options.
-        splits: Rows for each member, for an alltoall outside of programs.
-        rows: Number of rows of each input, for collectives that change it.
+        splits: Number of rows to send to each member. Only for an alltoall outside of programs.
+        rows: Number of rows of each input. Only for collectives that change the number of rows.
     """
 
     call: Call
@@ -101,7 +102,7 @@ def _run_compiled(
 ) -> list[Array]:
     try:
         results = run(what, inputs, outputs, shapes)
-    except Exception as error:  # JAX raises it only where a result is read.
+    except Exception as error:  # JAX raises it only when a result is read.
         if isinstance(error, CollectiveError):
             remember(error)
         if not isinstance(error, (NotInitializedError, ShutDownError)):  # The script has ended.
@@ -111,21 +112,21 @@ def _run_compiled(
     return results
 
 
-# Calls from JAX: immediate, or as part of a compiled program.
+# Calls from JAX: eager, or as part of a compiled program.
 
 
 def is_traced(values: Sequence[Any]) -> bool:
-    """Return True if JAX is tracing a program, in which the arrays have no values yet."""
+    """Return True if any of the values is a tracer, which has no contents until the program runs."""
     return any(isinstance(value, jax.core.Tracer) for value in values)
 
 
 def in_program(values: Sequence[Any]) -> bool:
-    """Return True if an exchange of these values (or of constants) belongs to a program being traced."""
+    """Return True if an exchange of these values (or constants) is part of a program that is being traced."""
     return is_traced(values) or (not _private.no_trace() and is_traced([jax.numpy.zeros(())]))
 
 
 def eager(what: JaxCall, values: Sequence[Any]) -> list[Any]:
-    """Run an exchange now. To keep the order of the calls, first wait for programs in the background."""
+    """Run an exchange immediately. First waits for programs in the background, to keep the calls in order."""
     settle()
     results = run(what, tuple([array_of(value) for value in values]))
     devices = [*values, *[None] * (len(results) - len(values))][: len(results)]
@@ -167,12 +168,12 @@ def compiled(
 
 
 def _callback(what: JaxCall, shapes: Shapes) -> Any:
-    """Return a function of arrays that runs the exchange."""
+    """Return a function that takes arrays and runs the exchange."""
     return lambda *arrays: tuple(_run_compiled(what, tuple([array_of(arr) for arr in arrays]), None, shapes))
 
 
 def _sharding(ctx: Any) -> Any:
-    """Return the sharding that makes a program for several devices call Python once. None for one device."""
+    """Return the sharding with which a program on several devices calls Python once. None for one device."""
     context = ctx.module_context.axis_context
     if isinstance(context, _private.SPMDAxisContext):
         raise ArgumentError(
@@ -182,7 +183,7 @@ def _sharding(ctx: Any) -> Any:
         )
     if _devices(ctx) == 1:
         return None
-    # Before JAX 0.10, XLA's partitioner does not place the token that keeps the order.
+    # Before JAX 0.10, XLA's partitioner does not place the token that keeps exchanges in order.
     if jax.__version_info__ < (0, 10) or _private.one_device_of is None:
         raise ArgumentError(
             "With this version of JAX, a program with a collective must run on one device of this process. "
@@ -196,7 +197,7 @@ def _devices(ctx: Any) -> int:
 
 
 def _by_callback(ctx: Any, *operands: Any, what: JaxCall, shapes: Shapes, **_: Any) -> Any:
-    """Lower to a Python call with arrays, for accelerators and if XLA's layout is unknown."""
+    """Lower to a Python callback with arrays: for accelerators, or if XLA's structures are unknown."""
     results, token, _ = mlir.emit_python_callback(
         ctx, _callback(what, shapes), ctx.tokens_in.get(EFFECT), list(operands), ctx.avals_in, ctx.avals_out,
         has_side_effect=True, sharding=_sharding(ctx), **_RETURNS_TOKEN,
@@ -206,7 +207,7 @@ def _by_callback(ctx: Any, *operands: Any, what: JaxCall, shapes: Shapes, **_: A
 
 
 def _by_ffi(ctx: Any, *operands: Any, what: JaxCall, shapes: Shapes, **rest: Any) -> Any:
-    """Lower to a call with the addresses of XLA's memory, in place if possible."""
+    """Lower to a call that gets the addresses of XLA's memory. The call works in place if possible."""
     if _devices(ctx) > 1 or not by_address():
         return _by_callback(ctx, *operands, what=what, shapes=shapes, **rest)
     aliases = {index + 1: index + 1 for index in range(len(operands)) if what.call.keeps_shapes}

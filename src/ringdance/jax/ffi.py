@@ -1,8 +1,8 @@
-"""A handler for XLA's foreign function interface, through ctypes. Python gets the addresses of XLA's memory.
+"""A handler for XLA's foreign function interface, written with ctypes. It gets the addresses of XLA's memory.
 
-The structures are declared in ``xla/ffi/api/c_api.h``, which is part of jaxlib. The header is read before
-anything is registered. If a structure's members differ from the ones declared here, ``available()`` is False
-and no memory is accessed.
+XLA declares the structures in ``xla/ffi/api/c_api.h``, which is part of jaxlib. This module reads the header
+before it registers the handler. If the members of a structure differ from the declaration in this module,
+``available()`` returns False and no memory is accessed.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Metadata = _structure(
     "Metadata", struct_size=c_size_t, api_version=ApiVersion, traits=c_uint32, state_type_id=c_int64
 )
 MetadataExtension = _structure("Metadata_Extension", extension_base=Extension, metadata=POINTER(Metadata))
-# Only the leading members, which we need.
+# Only the leading members are declared. The others are not needed.
 Api = _structure("Api", **_HEAD, api_version=ApiVersion, internal_api=c_void_p, XLA_FFI_Error_Create=c_void_p)
 ErrorCreate = _structure("Error_Create_Args", **_HEAD, message=c_char_p, errc=c_int)
 Buffer = _structure("Buffer", **_HEAD, dtype=c_int, data=c_void_p, rank=c_int64, dims=c_void_p)
@@ -63,16 +63,16 @@ CallFrame = _structure(
 _LATER_NAMES = {"XLA_FFI_Extension_Base": "XLA_FFI_InternalExtension"}  # Since JAX 0.12.
 
 _handler: list[Handler] = []
-_alive: list[Any] = []  # Keeps the registered function alive as long as the process.
+_alive: list[Any] = []  # Keeps the registered function alive as long as the process runs.
 
 
 def set_handler(function: Handler) -> None:
-    """Set the function to call with the attribute ``what``, the inputs and the outputs."""
+    """Set the function that is called with the attribute ``what``, the inputs and the outputs."""
     _handler[:] = [function]
 
 
 def members(header: str, name: str) -> list[str]:
-    """Return the names of a structure's members as declared in the header."""
+    """Return the names of a structure's members, as declared in the text of a header file."""
     plain = re.sub(r"//[^\n]*", "", header)
     match = re.search(rf"struct {name} \{{(.*?)\n\}}", plain, re.DOTALL)
     if match is None:
@@ -83,7 +83,7 @@ def members(header: str, name: str) -> list[str]:
 
 @functools.cache
 def _version() -> tuple[int, int] | None:
-    """Return the interface's version if all structures match this module's, otherwise None."""
+    """Return the version of the interface, or None if a structure differs from its declaration here."""
     try:
         header = Path(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h").read_text()
     except (OSError, AttributeError):
@@ -126,7 +126,7 @@ def _handle(frame: Any) -> int | None:
         elif call.stage == _EXECUTE:
             _execute(call)
         return None
-    except BaseException as error:  # The caller is C++.
+    except BaseException as error:  # The caller is C++ code, which cannot handle Python exceptions.
         arguments = ErrorCreate(
             ctypes.sizeof(ErrorCreate), None, f"{type(error).__name__}: {error}".encode(), _INTERNAL
         )
@@ -136,7 +136,7 @@ def _handle(frame: Any) -> int | None:
 
 
 def _fill(metadata: Any) -> None:
-    """Write the version of the interface that this handler implements."""
+    """Write the interface version that this handler implements."""
     version = _version()
     assert version is not None
     metadata.api_version.struct_size = ctypes.sizeof(ApiVersion)
@@ -156,15 +156,15 @@ def _shapes(text: str) -> list[list[tuple[tuple[int, ...], np.dtype[Any]]]]:
 
 
 def _addresses(size: int, buffers: int) -> tuple[int, ...]:
-    """Return the addresses of the buffers' data, except the first: the token that keeps the order."""
-    # Works on integers: creating ctypes objects for hundreds of gradients would take longer than the
-    # exchange.
+    """Return the data addresses of all buffers except the first, which is the token that keeps the order."""
+    # Use integers, because creating ctypes objects for hundreds of gradients would take longer than the
+    # exchange itself.
     offset = Buffer.data.offset
     pointers = (c_size_t * size).from_address(buffers)
     return tuple([c_size_t.from_address(pointer + offset).value for pointer in pointers[1:]])
 
 
-# Cached, because XLA reuses its memory. A view only refers to the memory.
+# Cached, because XLA reuses the same memory. The views only refer to this memory and do not keep it alive.
 @functools.lru_cache(maxsize=256)
 def _views(
     text: str, addresses_in: tuple[int, ...], addresses_out: tuple[int, ...]
@@ -173,7 +173,7 @@ def _views(
     shapes_in, shapes_out = _shapes(text)
     outputs = [array_at(address, *kind) for address, kind in zip(addresses_out, shapes_out, strict=True)]
     known = dict(zip(addresses_out, outputs, strict=True))
-    # An input and an output in the same memory are one object, so the engine knows that it works in place.
+    # Use the same view for an input and an output that share memory. This tells the engine to work in place.
     inputs = [
         known[address] if address in known and known[address].nbytes else array_at(address, *kind)
         for address, kind in zip(addresses_in, shapes_in, strict=True)

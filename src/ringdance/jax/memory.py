@@ -1,7 +1,7 @@
 """Convert between JAX arrays and NumPy views, without copying if possible.
 
-JAX has no 64-bit types unless ``jax_enable_x64`` is set, and truncates its inputs to 32 bits. So 64-bit NumPy
-values stay NumPy arrays, both as arguments and as results.
+Unless ``jax_enable_x64`` is set, JAX has no 64-bit types and truncates 64-bit inputs to 32 bits. 64-bit NumPy
+values therefore stay NumPy arrays, both as arguments and as results.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ def _is_cut(dtype: Any) -> bool:
 
 
 def array_of(value: Any) -> Array:
-    """Return the values of an array: a view on the CPU, otherwise a copy.
+    """Return the values of an array: a view if it is on the CPU, otherwise a copy.
 
-    The view is for reading. It is marked as writable only because MPI refuses read-only memory.
+    Do not write to the view. It is marked as writable only because MPI rejects read-only memory.
 
     Raises:
         ArgumentError: The array is spread over the devices of several processes.
@@ -53,21 +53,22 @@ def array_of(value: Any) -> Array:
 def from_array(array: Array, like: Any = None) -> Any:
     """Return an engine array as a JAX array on the device of ``like``, or unchanged if JAX would truncate it.
 
-    On the CPU it shares the memory if that is aligned to 64 bytes, as the engine's memory is. If the rows
-    cannot be divided among the devices of ``like``, the result is on the default device. If ``like`` is not
-    committed to its device, the result is not committed either and can be used in programs on several
-    devices. """
+    On the CPU, the result shares the array's memory if the memory is aligned to 64 bytes, as it is in engine
+    arrays. If the rows cannot be divided evenly among the devices of ``like``, the result is on the default
+    device. If ``like`` is not committed to its device, neither is the result, so that programs on several
+    devices can use it.
+    """
     if _is_cut(array.dtype):
         return array
     sharding = like.sharding if isinstance(like, jax.Array) and like.committed else None
     try:
         return jax.device_put(array, sharding, may_alias=True)
-    except ValueError:  # The number of rows cannot be divided among its devices.
+    except ValueError:  # The rows cannot be divided evenly among the devices.
         return jax.device_put(array, may_alias=True)
 
 
 def _floating_dtype(array: Any) -> Any:
-    """Return JAX's data type for the array if it is floating, otherwise None."""
+    """Return the dtype that the array has in JAX if it is a floating-point dtype, otherwise None."""
     floating = jax.numpy.issubdtype(array.dtype, jax.numpy.floating)
     return jax.dtypes.canonicalize_dtype(array.dtype) if floating else None
 

@@ -1,11 +1,11 @@
-"""Collectives on JAX arrays: immediate, or within ``jit``, ``grad`` and control flow.
+"""Collectives on JAX arrays: eager, or within ``jit``, ``grad`` and control flow.
 
-Within ``jit``, all shapes are fixed when the program is traced. There ``allgather`` and ``alltoall`` need
-equal numbers of rows on all ranks, and ``splits`` is not supported. Unnamed calls match by order, which XLA
-keeps. ``grad`` and ``vjp`` are supported. Forward-mode differentiation (``jvp``) and ``vmap`` are not
-defined: exchange the whole batch outside of ``vmap``. Arrays that are sharded over several devices of this
-process are exchanged whole. A collective within ``shard_map`` raises an error. A failure within ``jit`` is
-raised as ``jax.errors.JaxRuntimeError``, with the message of the error that is raised outside ``jit``.
+Within ``jit``, all shapes are fixed when the program is traced. ``allgather`` and ``alltoall`` therefore need
+the same number of rows on all ranks, and ``splits`` is not supported. Unnamed calls match by order, which XLA
+preserves. ``grad`` and ``vjp`` are supported. Forward-mode differentiation (``jvp``) and ``vmap`` are not:
+exchange the whole batch outside of ``vmap``. An array that is sharded over several devices of this process is
+exchanged as a whole. A collective within ``shard_map`` raises an error. A failure within ``jit`` is raised as
+a ``jax.errors.JaxRuntimeError`` with the same message as the error that would be raised outside of ``jit``.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _NO_SPLITS = "The result of alltoall(splits=...) has an unknown shape within jit
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _recorded(what: JaxCall, shapes: Shapes, *values: Any) -> tuple[Any, ...]:
-    """Return the exchange's results. Within ``jit`` they have ``shapes``."""
+    """Run an exchange and return its results. Within ``jit``, the results have the shapes ``shapes``."""
     if not is_traced(values):
         return tuple(eager(what, values))
     dtypes = [value.dtype for value in values]
@@ -69,9 +69,9 @@ def _backward(what: JaxCall, shapes: Shapes, received: Any, gradients: tuple[Any
     rule = what.call.backward(engine)
     if what.call.kind is Collective.ALLTOALL:
         return (_alltoall_back(rule.call, what.rows[0], received, gradients[0]),)
-    # optax calls the vjp functions of losses with a Python number.
+    # optax passes Python numbers to the vjp functions of losses.
     gradients = tuple([value if hasattr(value, "dtype") else jnp.asarray(value) for value in gradients])
-    # Integers have no gradient, and JAX's placeholder for it cannot be exchanged.
+    # Integers have no gradients, and the placeholders that JAX uses for them cannot be exchanged.
     floating = [index for index, gradient in enumerate(gradients) if gradient.dtype != jax.dtypes.float0]
     if not floating:
         return (None,) * len(gradients)
@@ -95,7 +95,7 @@ def _backward(what: JaxCall, shapes: Shapes, received: Any, gradients: tuple[Any
 
 
 def _alltoall_back(call: Call, rows: int, received: Any, gradient: Any) -> Any:
-    """Send the gradient's rows back to where they came from. Rows that were not sent get zeros."""
+    """Return the gradient's rows to the ranks that sent them. The gradients of rows not sent are zero."""
     splits = None if is_traced((received,)) else tuple(np.asarray(received).tolist())
     if splits is not None and is_traced((gradient,)) and len(set(splits)) == 1:
         splits = None
@@ -110,9 +110,9 @@ _recorded.defvjp(_forward, _backward)
 def _run(
     call: Call, arrays: Values, splits: tuple[int, ...] | None = None, compression: Any = Compression.none
 ) -> list[Any]:
-    """Exchange arrays now or in the traced program. For an alltoall, also return the received splits."""
+    """Exchange arrays immediately or in the traced program. For an alltoall, also return received splits."""
     traced = in_program(arrays)
-    if traced:  # Programs have JAX's types.
+    if traced:  # Programs support only JAX's data types.
         arrays = [jnp.asarray(array) for array in arrays]
     pairs = [compression.compress(exact(array)) for array in arrays]
     if not pairs:
@@ -132,7 +132,7 @@ def _run(
 
 
 def _shapes(call: Call, values: Values) -> tuple[Shapes, tuple[int, ...]]:
-    """Return the results' shapes for equal numbers of rows on all ranks, and the inputs' numbers of rows."""
+    """Return the results' shapes if all ranks have equally many rows, and each input's number of rows."""
     if call.keeps_shapes:
         return tuple([value.shape for value in values]), ()
     if not all(value.ndim for value in values):
@@ -164,7 +164,7 @@ def allreduce(
     """Return the reduction of ``array`` over all ranks, with the same shape and type. Differentiable.
 
     Args:
-        array: Array with equal shape and type on all ranks.
+        array: Array with the same shape and type on all ranks.
         name: Key that matches the ranks' calls. Unnamed calls match by order.
         op: Average (default), Sum, Adasum, Min, Max or Product.
         prescale_factor: Factor applied to each rank's input.
@@ -194,7 +194,7 @@ def reduce_gradients(
     arrays: Values, name: str, op: int, prescale: float, postscale: float, process_set: ProcessSet,
     pattern: str, compression: Any = Compression.none, parameters: Sequence[str] = (),
 ) -> list[Any]:
-    """Return a step's reduced gradients and mark the step's end. ``parameters``: the parameters' names."""
+    """Return a step's reduced gradients, and mark the end of the step. ``parameters``: parameter names."""
     labels.note(f"grouped_allreduce.{name}", name, "gradients", parameters)
     call = allreduce_call(name, None, op, prescale, postscale, process_set, True, StepMark.OPTIMIZER, pattern)
     return _run(call, arrays, None, compression)
@@ -203,7 +203,7 @@ def reduce_gradients(
 def compare_weights(
     arrays: Values, names: Sequence[str], exchange: str, advice: str, process_set: ProcessSet
 ) -> None:
-    """Compare a gradient exchange's parameters over the ranks if a comparison is due. See ``weights``."""
+    """If a comparison is due, compare the parameters of an exchange between ranks. See ``weights``."""
     traced, engine = in_program(arrays), session.engine()
     if not traced and not weights.due(engine, set_id(process_set), exchange):
         return
@@ -212,7 +212,7 @@ def compare_weights(
         if jnp.iscomplexobj(one):
             one = jnp.stack([one.real, one.imag])
         if not jnp.issubdtype(one.dtype, jnp.floating):
-            raise TypeError("only floats are compared")
+            raise TypeError("only floating-point arrays are compared")
         sample = jnp.ravel(jax.lax.stop_gradient(one))[:: weights.step_of(one.size)].astype(jnp.float32)
         return one.size, sample if traced else np.asarray(sample)
 
@@ -242,7 +242,10 @@ def grouped_allgather(
 def broadcast(
     array: Any, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """Return the array of global rank ``root_rank``. Shape and type match on all ranks. Differentiable."""
+    """Return the array from global rank ``root_rank``. Differentiable.
+
+    The array must have the same shape and type on all ranks.
+    """
     return _run(movement(Collective.BROADCAST, name, process_set, root=root_rank), [array])[0]
 
 
@@ -262,8 +265,8 @@ def alltoall(
 
     Args:
         array: Array with at least one dimension. All dimensions except the first must match across ranks.
-        splits: Rows to send to each rank. Their sum may be less than the number of rows. Not supported within
-            ``jit``. By default all ranks receive equal shares.
+        splits: Number of rows to send to each rank. The sum may be less than the number of rows. By default,
+            all ranks receive equal shares. Not supported within ``jit``.
         name: Key that matches the ranks' calls.
         process_set: The participating ranks.
 
@@ -304,13 +307,13 @@ def join() -> int:
     """Contribute zeros to other ranks' reductions until all ranks have joined.
 
     Returns:
-        The global rank that joined last, equal on all ranks.
+        The global rank that joined last. All ranks get the same result.
     """
     settle()
     return collectives.join(session.engine())
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Block until all ranks of the set have called it."""
+    """Block until all ranks of the set have called this function."""
     settle()
     collectives.barrier(session.engine(), set_id(process_set))

@@ -1,4 +1,4 @@
-"""An optax transformation whose gradients are reduced over the ranks first."""
+"""An optax transformation that first reduces gradients over the ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _numbers = itertools.count()  # All ranks create their transformations in the sa
 
 
 def _name_of(path: Any) -> str:
-    """Return a leaf's path as text, for example dense/bias."""
+    """Return a leaf's path as text, such as "dense/bias"."""
     return str(jax.tree_util.keystr(path, simple=True, separator="/"))
 
 
@@ -32,7 +32,7 @@ def _by_path(tree: Any) -> dict[str, Any]:
 
 
 def mean_of(tree: Any, name: str, process_set: ProcessSet) -> Any:
-    """Return a tree of arrays averaged over the ranks, in one exchange."""
+    """Average a tree of arrays over the ranks in one exchange, and return it."""
     leaves, structure = jax.tree.flatten(tree)
     means = grouped_allreduce(leaves, name, process_set=process_set) if leaves else leaves
     return jax.tree.unflatten(structure, means)
@@ -40,7 +40,7 @@ def mean_of(tree: Any, name: str, process_set: ProcessSet) -> Any:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _with_mean_gradient(tree: Any, name: str, process_set: ProcessSet) -> Any:
-    """Return ``tree``. Its gradient becomes the mean of the ranks' gradients."""
+    """Return ``tree``. In the backward pass, its gradient is averaged over the ranks."""
     return tree
 
 
@@ -51,7 +51,7 @@ _with_mean_gradient.defvjp(
 
 
 def _of_all_ranks(name: str, key: str, given: Any, process_set: ProcessSet) -> Any:
-    """Replace an extra argument of ``update`` so that optax computes with the mean over the ranks."""
+    """Replace an extra argument of ``update`` so that optax uses its mean over the ranks."""
     mean = functools.partial(mean_of, name=f"{name}.{key}", process_set=process_set)
     if key in ("value", "grad"):
         return mean(given)
@@ -71,7 +71,7 @@ _REFUSED = ("apply_if_finite.", "MultiSteps.")
 
 
 def _check_caller() -> None:
-    """Raise ArgumentError if the caller is a wrapper that skips or sums gradients before the exchange."""
+    """Raise ArgumentError if an optax wrapper that skips or sums gradients calls the transformation."""
     if session.engine().size == 1:
         return
     for frame, _ in traceback.walk_stack(None):
@@ -91,19 +91,19 @@ def distributed(
 ) -> Any:
     """Return an optax transformation that reduces gradients over the ranks and passes them to ``tx``.
 
-    All leaves are reduced in one exchange. ``tx`` (such as clipping) sees reduced gradients. If ``update``
-    receives ``value``, ``grad``, ``value_fn`` or ``grad_fn``, ``tx`` sees their means over the ranks, for
-    ``optax.contrib.reduce_on_plateau`` and line searches. Works both within ``jit`` and outside.
+    All leaves are reduced in one exchange, and ``tx`` sees the reduced gradients. If ``update`` is called
+    with ``value``, ``grad``, ``value_fn`` or ``grad_fn``, ``tx`` sees their means over the ranks, as needed
+    by ``optax.contrib.reduce_on_plateau`` and line searches. Works both within ``jit`` and outside of it.
 
     Args:
         tx: An ``optax.GradientTransformation`` or ``optax.MultiSteps``.
         op: Average or Sum.
-        compression: ``Compression.fp16`` or ``.bf16`` halves the bytes of float32 gradients.
-        process_set: The participating ranks. On other ranks the transformation is local.
+        compression: ``Compression.fp16`` or ``.bf16`` halves the number of bytes sent for float32 gradients.
+        process_set: The participating ranks. On other ranks, gradients are not reduced.
 
     Raises:
-        ArgumentError: An argument is wrong. On several ranks, ``update`` also raises it if it is called by
-            ``optax.apply_if_finite`` or ``optax.MultiSteps``. Put these inside:
+        ArgumentError: An argument is invalid. With more than one rank, ``update`` also raises this error if
+            ``optax.apply_if_finite`` or ``optax.MultiSteps`` calls it. Wrap these inside ``distributed``:
             ``distributed(optax.apply_if_finite(tx, 3))``.
     """
     import optax
@@ -129,7 +129,7 @@ def distributed(
         _check_caller()
         extra = {key: _of_all_ranks(name, key, value, process_set) for key, value in extra.items()}
         mean = reduced(gradients)
-        trained = _by_path(gradients)  # A parameter without a gradient may differ between ranks.
+        trained = _by_path(gradients)  # Parameters without a gradient may differ between ranks.
         if compared := {path: leaf for path, leaf in _by_path(params).items() if path in trained}:
             compare_weights([*compared.values()], [*compared], name, _ADVICE, process_set)
         return inner.update(mean, state, params, **extra)

@@ -1,14 +1,14 @@
-"""Keep compiled programs with exchanges in order, and start them from JAX's C++ code.
+"""Keep compiled programs with exchanges in order, and let JAX's C++ code start them.
 
-Note [Programs without tokens]: Within a program, an ordered effect keeps the exchanges in order. JAX passes
-a token from one exchange to the next, through loops, branches and nested functions. JAX passes a token
-between programs too. But then it starts a program from its Python code instead of its C++ code, and for
-hundreds of arrays this takes longer than the exchange.
+Note [Programs without tokens]: Within a program, an ordered effect keeps the exchanges in order: JAX passes
+a token from one exchange to the next, through loops, branches and nested functions. JAX also passes a token
+from one program to the next. However, JAX starts such programs from its Python code instead of its C++ code.
+With hundreds of arrays, this takes longer than the exchange itself.
 
-If all programs run on one CPU device, the token between programs is redundant: a thread's programs run one
-after the other, in the order in which they were started (JAX's ``runtime_tokens`` relies on this too). So in
-this case we end the effect where the program ends. Before JAX lowers the traced program, we turn it into one
-operation without an effect, which creates the first token itself. JAX has no public hook for this: see
+If all programs run on one CPU device, the token between programs is redundant, because the programs of a
+thread run one after another in the order in which they were started. (JAX's ``runtime_tokens`` also relies on
+this.) In this case, we limit the effect to the program: before JAX lowers the traced program, we turn it into
+a single operation without an effect, which creates its own first token. JAX has no public hook for this. See
 ``_private``.
 """
 
@@ -33,17 +33,17 @@ _log = logging.getLogger("ringdance")
 
 
 def by_address() -> bool:
-    """Return True if XLA on the CPU may call back with the addresses of its memory."""
+    """Return True if XLA can pass the addresses of its memory to our handler on the CPU."""
     has_token = _private.abstract_token is not None
     return has_token and session.engine().settings.jax_ffi != "off" and ffi.available()
 
 
-# The rank and size for which programs have been traced.
+# The rank and size with which programs were traced. Empty before the first init().
 _world: list[tuple[int, int]] = []
 
 
 def _forget_programs() -> None:
-    """If rank or size changed, make JAX retrace programs: shapes differ, and one rank exchanges nothing."""
+    """Make JAX retrace programs if rank or size has changed, because shapes and exchanges depend on them."""
     _private.drop_tokens()
     engine = session.engine()
     world = engine.rank, engine.size
@@ -54,7 +54,7 @@ def _forget_programs() -> None:
 
 session.at_init(_forget_programs)
 
-# One operation for a whole program, without an effect.
+# An operation without an effect that stands for a whole program.
 
 _program = core.Primitive("ringdance_program")
 _program.multiple_results = True
@@ -62,7 +62,7 @@ _program.def_abstract_eval(lambda *_, jaxpr: jaxpr.out_avals)
 
 
 def _lower_program(ctx: Any, *operands: Any, jaxpr: Any) -> Any:
-    """Lower the program's operations. Creates a token for the first one, and drops the last token."""
+    """Lower the program's operations. Creates the token for the first one, and drops the final token."""
     inner = ctx.replace(tokens_in=mlir.TokenSet.create([EFFECT]), tokens_out=None)
     return mlir.lower_fun(core.jaxpr_as_fun(jaxpr), multiple_results=True)(inner, *operands)
 
@@ -76,14 +76,14 @@ def _without_effect(jaxpr: Any) -> Any:
     return jax.make_jaxpr(functools.partial(_program.bind, jaxpr=jaxpr))(*arguments)
 
 
-# For each device whose programs jax.effects_barrier() does not wait for: a function that starts one more
-# program and returns its result.
+# The devices whose programs jax.effects_barrier() does not wait for, each with a function that starts another
+# program on the device and returns the result.
 _last: dict[Any, Callable[[], jax.Array]] = {}
 _EXIT_SECONDS = 10.0
 
 
 def _may_be_quick(jaxpr: Any, backend: Any) -> bool:
-    """Return True if a program that has only this effect keeps its order without tokens."""
+    """Return True if the program has only our effect and keeps its order without tokens."""
     return (
         set(jaxpr.effects) == {EFFECT}
         and backend.platform == "cpu"
@@ -96,7 +96,7 @@ def start_quickly() -> None:
     """Let JAX's C++ code start the programs that are compiled from now on, if possible."""
     original = _private.lowering_to_hlo()
     if original is None:
-        _log.debug("JAX %s: its Python code starts programs with exchanges.", jax.__version__)
+        _log.debug("JAX %s starts programs with exchanges from Python.", jax.__version__)
         return
 
     def lower(jaxpr: Any, *rest: Any, **named: Any) -> Any:
@@ -108,12 +108,12 @@ def start_quickly() -> None:
                     _watch(backend.local_devices()[0])
                     return lowered
             except Exception as error:
-                # If the error is the program's own, the call below raises it again in terms of the program.
-                _log.debug("JAX %s: its Python code starts a program because of %r", jax.__version__, error)
+                # If the program itself is wrong, the call below raises an error that refers to the program.
+                _log.debug("JAX %s starts a program from Python because of %r", jax.__version__, error)
         return original(jaxpr, *rest, **named)
 
     _private.replace_lowering_to_hlo(lower)
-    atexit.register(settle)  # Registered before the job is joined, so it runs after the job has been left.
+    atexit.register(settle)  # Registered before init(), so it runs after the rank has left the job.
 
 
 def _watch(device: Any) -> None:
@@ -124,14 +124,14 @@ def _watch(device: Any) -> None:
         zero = jax.device_put(0, device)
     program = jax.jit(jax.numpy.negative).lower(zero).compile()
     if not _last:
-        atexit.register(_finish)  # Runs before the job is left.
+        atexit.register(_finish)  # Runs before the rank leaves the job.
     _last[device] = lambda: program(zero)
 
 
 def settle() -> None:
     """Wait until all exchanges in programs started by this thread are complete.
 
-    If they have tokens and one has failed, raise its error once.
+    If one of them has failed in a program with tokens, its error is raised once.
     """
     try:
         jax.effects_barrier()
@@ -143,9 +143,10 @@ def settle() -> None:
 
 
 def _finish() -> None:
-    """Wait for programs still running when the script ends: other ranks are waiting for their exchanges.
+    """Wait for programs that are still running when the script ends. Other ranks wait for their exchanges.
 
-    The wait is limited: if other ranks do not join in the exchanges, they must see that this rank has exited.
+    The time is limited: if other ranks do not take part in the exchanges, this rank must exit so that the
+    others notice.
     """
     until = time.monotonic() + _EXIT_SECONDS
     for result in [start() for start in tuple(_last.values())]:

@@ -24,13 +24,14 @@ def _is_key(leaf: Any) -> bool:
 def broadcast_parameters(
     params: Any, root_rank: int = 0, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """Return ``params`` with the leaves of global rank ``root_rank``: parameters, optimizer state, anything.
+    """Return ``params`` with the leaves replaced by those from global rank ``root_rank``.
 
     Arrays, including random keys, are broadcast in one exchange. Other leaves (numbers, strings) are
-    broadcast as an object. NumPy arrays of types that are not enabled in JAX (64 bits) stay NumPy arrays.
+    broadcast as an object. NumPy arrays of 64-bit types stay NumPy arrays if JAX has these types disabled.
 
     Args:
-        params: A pytree with equal structure, shapes and types on all ranks. It is not changed.
+        params: A pytree, for example of parameters and optimizer state, with the same structure, shapes and
+            types on all ranks. It is not changed.
         root_rank: Global rank of the root.
         process_set: The participating ranks.
     """

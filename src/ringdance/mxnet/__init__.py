@@ -1,6 +1,6 @@
 """Ringdance for MXNet 1.9: ``import ringdance.mxnet as hvd``.
 
-Each rank is one process with one device. The collectives work on ``mx.nd`` and ``mx.np`` arrays::
+Each rank is one process with one device. Collectives accept ``mx.nd`` and ``mx.np`` arrays::
 
     hvd.init()
     hvd.broadcast_parameters(net.collect_params(), root_rank=0)

@@ -1,4 +1,4 @@
-"""Undocumented MXNet names that the binding uses, with the reason for each. Present in 1.9.1."""
+"""Undocumented MXNet names that the binding uses, each with its purpose. All exist in MXNet 1.9.1."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ NDArray = Any
 
 
 class Trainer(mx.gluon.Trainer):  # type: ignore[misc]
-    """A Gluon trainer without kvstore. Calls ``reduce_gradients`` where other trainers push and pull.
+    """A Gluon trainer without a kvstore. Calls ``reduce_gradients`` where other trainers push and pull.
 
-    ``_allreduce_grads``: ``step`` and ``allreduce_grads`` call it before ``_update``. MXNet has no public
-    hook between the computation of gradients and their use. Without this name, ``step`` would train each rank
-    on its own, so ``__init__`` checks for it. ``_params``: the parameters in the trainer's order.
+    ``_allreduce_grads`` is called by ``step`` and ``allreduce_grads`` before ``_update``. MXNet has no public
+    hook that runs after gradients are computed and before they are used. If MXNet did not call this method,
+    ``step`` would train each rank on its own, so ``__init__`` checks that MXNet defines it. ``_params``
+    contains the parameters in the trainer's order.
     """
 
     def __init__(self, params: Any, optimizer: Any, optimizer_params: Any) -> None:
@@ -37,15 +38,15 @@ class Trainer(mx.gluon.Trainer):  # type: ignore[misc]
 
 
 def after_init(parameter: Any, function: Callable[[list[NDArray]], None]) -> None:
-    """Call a function with a Gluon parameter's arrays when the parameter gets its first values.
+    """Call a function with a Gluon parameter's arrays once the parameter has been initialized.
 
-    Deep copies of the parameter call the function too.
-    ``_init_impl``: sets the values, even if the shape is known only in the first forward pass.
+    The function is also called for deep copies of the parameter. ``_init_impl`` is the method that
+    initializes a parameter, even if its shape is not known before the first forward pass.
     """
 
     def then(self: Any, *args: Any, **kwargs: Any) -> None:
         type(self)._init_impl(self, *args, **kwargs)
-        vars(self).pop("_init_impl", None)  # A rank may set values again on its own.
+        vars(self).pop("_init_impl", None)  # Only once: a rank may initialize the parameter again on its own.
         function(self.list_data())
 
     parameter._init_impl = types.MethodType(then, parameter)

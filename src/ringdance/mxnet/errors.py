@@ -17,7 +17,8 @@ MXNetError = optional(
 
 @lru_cache
 def _joined(ours: Any) -> Any:
-    def reduce(self: Any) -> Any:  # By its name, pickle would find the original class, without MXNetError.
+    # By default, pickle would look up the class by name and find ``ours``, which is not an MXNetError.
+    def reduce(self: Any) -> Any:
         return _made, (ours, self.args)
 
     return type(ours.__name__, (ours, MXNetError), {"__module__": ours.__module__, "__reduce__": reduce})
@@ -29,7 +30,7 @@ def _made(ours: Any, args: Any) -> Any:
 
 @contextmanager
 def as_mxnet() -> Iterator[None]:
-    """Raise Ringdance's errors within the block as MXNet errors too."""
+    """Turn Ringdance errors raised in the block into errors that are also MXNet errors."""
     try:
         yield
     except RingdanceError as error:

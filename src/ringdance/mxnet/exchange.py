@@ -23,8 +23,9 @@ def run(call: Call, tensors: Tensors, splits: Any = None) -> list[NDArray]:
 
     Args:
         call: The collective and its options.
-        tensors: The members of a group, or one array.
-        splits: Numbers or an array of integers, for an alltoall.
+        tensors: All arrays of a group, or a single array.
+        splits: Number of rows to send to each rank, as a sequence or an array of integers. Only for an
+            alltoall.
     """
     with as_mxnet():
         work, outputs = _submit(call, tensors, splits=splits)
@@ -40,10 +41,10 @@ def run(call: Call, tensors: Tensors, splits: Any = None) -> list[NDArray]:
 
 
 def run_in_place(calls: Sequence[tuple[Call, Tensors]]) -> None:
-    """Run calls concurrently. Each writes to its arrays.
+    """Run calls concurrently. Each call writes its results to its own arrays.
 
-    An error is raised after all calls have finished, because the other ranks make all of them, and no call
-    may write later.
+    If a call fails, the error is raised after all calls have finished: the other ranks also make all calls,
+    and no call may write to its arrays after this function has returned.
     """
     works: list[tuple[Work, Call, Tensors]] = []
     errors: list[Exception] = []
@@ -66,7 +67,7 @@ def run_in_place(calls: Sequence[tuple[Call, Tensors]]) -> None:
 def _submit(
     call: Call, tensors: Tensors, in_place: bool = False, splits: Any = None
 ) -> tuple[Work, list[NDArray] | None]:
-    """Submit a call. Return its work and the result arrays, or ``None`` if shapes may change."""
+    """Submit a call. Return its work, and the result arrays or ``None`` if their shapes are not known yet."""
     engine = session.engine()
     outputs: list[NDArray] | None = None
     try:
@@ -94,7 +95,7 @@ def _memory_of(outputs: Tensors) -> tuple[Array, ...]:
 
 
 def _deliver(results: Sequence[Array], outputs: Tensors) -> None:
-    """Copy results to arrays that are not in host memory."""
+    """Copy results to those outputs that are not in host memory."""
     for result, output in zip(results, outputs, strict=True):
         if not on_host(output):
             write(result, output)

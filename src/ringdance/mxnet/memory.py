@@ -1,8 +1,8 @@
 """Convert between MXNet arrays and NumPy views, without copying if possible.
 
-MXNet computes in the background: an operation returns an array at once, and a thread fills it later. A view
-for reading is made after pending writes to the array are complete. A view for writing also waits for pending
-reads. Operations that MXNet starts afterwards see the new values.
+MXNet computes asynchronously: an operation returns an array immediately, and a thread fills the array later.
+A view for reading is created after all pending writes to the array are complete, and a view for writing after
+all pending reads are also complete. Operations that MXNet starts later see the new values.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _floating_dtype(tensor: NDArray) -> Any:
 
 
 class Compression:
-    """Compression algorithms, without bf16: MXNet's operators do not support bfloat16 on hosts."""
+    """Compression algorithms. bf16 is missing, because MXNet's operators do not support it on CPUs."""
 
     _all = compression_for(__name__, np.float16, None, _floating_dtype, lambda one, kind: one.astype(kind))
     none: type[Compressor] = _all.none
@@ -45,8 +45,8 @@ def array_of(tensor: NDArray, written: bool = False) -> Array:
     """Return the values of an array: a view if it is in host memory, otherwise a copy.
 
     Args:
-        tensor: The array. It is complete on return.
-        written: If True, the view is for writing, and no operation is still reading the array on return.
+        tensor: The array. All pending writes to it are complete on return.
+        written: If True, the view is for writing, and all pending reads are also complete on return.
 
     Raises:
         ArgumentError: The value is not an array, or it is a sparse array.
@@ -56,8 +56,8 @@ def array_of(tensor: NDArray, written: bool = False) -> Array:
         raise ArgumentError(f"Expected an mx.nd.NDArray or an mx.np.ndarray, got {type(tensor).__name__}.")
     if tensor.stype != "default":
         raise ArgumentError(
-            f"A {tensor.stype} array cannot be exchanged. Use tostype('default'), and sparse_grad=False for "
-            "an embedding's gradients."
+            f"An array of storage type '{tensor.stype}' cannot be exchanged. Convert it with "
+            "tostype('default'). For the gradients of an embedding, use sparse_grad=False."
         )
     if not on_host(tensor):
         return tensor.asnumpy()
@@ -68,12 +68,12 @@ def array_of(tensor: NDArray, written: bool = False) -> Array:
 
 
 def empty(shape: tuple[int, ...], dtype: Any, like: NDArray) -> NDArray:
-    """Return a new array of the class and on the device of ``like``."""
+    """Return a new, uninitialized array of the same class and on the same device as ``like``."""
     if all(shape) and shape:
         result = mx.nd.empty(shape, like.ctx, dtype)
     else:
-        # Only for scalars and zero lengths, which MXNet otherwise takes for unknown shapes: the first use of
-        # np_shape is logged.
+        # MXNet would treat the shapes of scalars and empty arrays as unknown. np_shape is not used for other
+        # arrays, because MXNet logs a message when it is first used.
         with mx.util.np_shape(True):
             result = mx.nd.empty(shape, like.ctx, dtype)
     return result.as_np_ndarray() if isinstance(like, mx.np.ndarray) else result
@@ -84,11 +84,11 @@ def write(array: Array, tensor: NDArray) -> None:
     if on_host(tensor):
         array_of(tensor, written=True)[...] = array
     else:
-        tensor[()] = array  # MXNet supports neither [:] nor [...] for an mx.np array without dimensions.
+        tensor[()] = array  # MXNet supports neither [:] nor [...] for a zero-dimensional mx.np array.
 
 
 def from_array(array: Array, like: NDArray) -> NDArray:
-    """Return values as an array of the class and on the device of ``like``."""
+    """Return an MXNet array with the given values, of the same class and on the same device as ``like``."""
     result = empty(array.shape, array.dtype, like)
     if array.size:
         write(array, result)
@@ -100,7 +100,7 @@ def sample_of(tensors: Sequence[NDArray]) -> Array:
 
     def take(one: NDArray) -> tuple[int, Array]:
         if _floating_dtype(one) is None:
-            raise TypeError("only floats are compared")
+            raise TypeError("only floating-point arrays are compared")
         flat = array_of(one).reshape(-1)
         return flat.size, flat[:: step_of(flat.size)].astype(np.float32)
 

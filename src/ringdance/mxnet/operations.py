@@ -1,9 +1,9 @@
-"""Collective functions on MXNet arrays, with Horovod's names, argument order and results.
+"""Collectives on MXNet arrays. Names, argument order and results are the same as in Horovod.
 
-The arguments documented for ``allreduce`` mean the same everywhere. ``name`` is the key that matches the
-ranks' calls; unnamed calls match by order. ``process_set`` contains the participating ranks. All functions
-raise the same kinds of errors. Functions whose names end with ``_`` write into their argument. ``grouped_``
-functions exchange several arrays together. None of the functions is differentiable. A call returns when its
+The arguments documented for ``allreduce`` have the same meaning in all functions. ``name`` is the key that
+matches calls across ranks; unnamed calls match by order. ``process_set`` contains the participating ranks.
+All functions raise the same types of errors. Functions whose names end with ``_`` work in place. ``grouped_``
+functions exchange several arrays together. The functions are not differentiable. A call returns when its
 results are complete. ``priority`` has no effect.
 """
 
@@ -38,7 +38,7 @@ def allreduce(
     """Return the reduction of ``tensor`` over all ranks, with the same shape and type.
 
     Args:
-        tensor: Array with equal shape and type on all ranks.
+        tensor: Array with the same shape and type on all ranks.
         average: Deprecated form of ``op``: True means Average, False means Sum.
         name: Key that matches the ranks' calls. Unnamed calls match by order.
         priority: Accepted and ignored.
@@ -48,8 +48,8 @@ def allreduce(
         op: Average (default), Sum, Adasum, Min, Max or Product.
 
     Raises:
-        ValueError: An argument is wrong. The error may be raised on this rank only. Like all of Ringdance's
-            errors in this module, it is also an MXNetError.
+        ValueError: An argument is wrong. The error may be raised on this rank only. Like all Ringdance errors
+            in this module, it is also an MXNetError.
         MismatchError: Shapes, types or operations differ between ranks. Raised on all ranks.
     """
     call = allreduce_call(name, average, op, prescale_factor, postscale_factor, process_set)
@@ -107,7 +107,7 @@ def broadcast(
     tensor: NDArray, root_rank: int, name: str | None = None, priority: int = 0,
     process_set: ProcessSet = global_process_set,
 ) -> NDArray:
-    """Return the array of global rank ``root_rank``. Shape and type are equal on all ranks."""
+    """Return the array from global rank ``root_rank``. Its shape and type must be the same on all ranks."""
     return run(movement(Collective.BROADCAST, name, process_set, root=root_rank), (tensor,))[0]
 
 
@@ -115,7 +115,7 @@ def broadcast_(
     tensor: NDArray, root_rank: int, name: str | None = None, priority: int = 0,
     process_set: ProcessSet = global_process_set,
 ) -> NDArray:
-    """Overwrite ``tensor`` with the tensor of global rank ``root_rank`` and return it."""
+    """Overwrite ``tensor`` with the array from global rank ``root_rank`` and return it."""
     run_in_place([(movement(Collective.BROADCAST, name, process_set, root=root_rank), (tensor,))])
     return tensor
 
@@ -128,8 +128,8 @@ def alltoall(
 
     Args:
         tensor: Array with at least one dimension. All dimensions except the first must match across ranks.
-        splits: Rows to send to each rank: a list or an int32 array. Their sum may be less than the number of
-            rows. By default all ranks get equal shares.
+        splits: Number of rows to send to each rank, as a list or an int32 array. The sum may be less than the
+            number of rows. By default, all ranks receive equal shares.
         name: Key that matches the ranks' calls.
         priority: Accepted and ignored.
         process_set: The participating ranks.
@@ -170,5 +170,5 @@ def join() -> int:
 
 @as_mxnet()
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Return after all ranks of the set have called it."""
+    """Block until all ranks of the set have called this function."""
     collectives.barrier(session.engine(), set_id(process_set))

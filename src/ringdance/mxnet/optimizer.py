@@ -1,4 +1,4 @@
-"""Gluon's trainer and a Module's optimizer, with gradients reduced over the ranks."""
+"""A Gluon trainer and a Module optimizer that average gradients over the ranks."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class _Reduction:
 
     Args:
         name: Name of the exchange, the same on all ranks.
-        predivide: Divides gradients before the sum, which is then multiplied by it.
-        groups: Number of lists in which gradients are exchanged. 0 means one list.
+        predivide: Factor by which gradients are divided before they are summed. The sum is multiplied by it.
+        groups: Number of groups in which gradients are exchanged. 0 means one group.
         process_set: The participating ranks.
         compression: Compression for the exchange.
     """
@@ -48,7 +48,7 @@ class _Reduction:
         self.compression = compression
 
     def __call__(self, gradients: Sequence[NDArray], names: Sequence[str], suffix: str = "") -> None:
-        """Average gradients. ``names``: their parameters' names. ``suffix``: text unique within the step."""
+        """Average gradients. ``names``: parameter names. ``suffix``: text that is unique within the step."""
         pairs = [self.compression.compress(gradient) for gradient in gradients]
         calls = []
         parts = np.array_split(np.arange(len(pairs)), min(self.groups, len(pairs)) or 1)
@@ -63,7 +63,7 @@ class _Reduction:
                 gradient[()] = self.compression.decompress(small, context)
 
     def compare(self, tensors: Sequence[NDArray], names: Sequence[str], suffix: str = "") -> None:
-        """Compare parameters over the ranks if a comparison is due. See ``weights``."""
+        """If a comparison is due, compare parameters between ranks. See ``weights``."""
         name, number = f"{self.name}{suffix}", set_id(self.process_set)
         with as_mxnet():
             weights.compare_if_due(name, names, _ADVICE, number, lambda: sample_of(tensors))
@@ -72,22 +72,23 @@ class _Reduction:
 class DistributedTrainer(Trainer):
     """A ``gluon.Trainer`` that averages the gradients over the ranks in ``step`` and ``allreduce_grads``.
 
-    Each process trains on one device. If ``grad_req="add"`` sums gradients over several passes, the sum is
-    averaged each time.
+    Each process trains on one device. With ``grad_req="add"``, each call averages the gradients that have
+    been accumulated so far.
 
     Args:
-        params: Parameters, as in ``gluon.Trainer``. Equal on all ranks.
-        optimizer: A name or an optimizer, as in ``gluon.Trainer``. Equal on all ranks.
-        optimizer_params: Options of the optimizer, as in ``gluon.Trainer``. Equal on all ranks.
-        compression: ``Compression.fp16`` halves the bytes of float32 gradients.
-        gradient_predivide_factor: Divides gradients before the sum. The result is still the average.
+        params: Parameters, as in ``gluon.Trainer``. Must be the same on all ranks.
+        optimizer: Name or instance of an optimizer, as in ``gluon.Trainer``. Must be the same on all ranks.
+        optimizer_params: Options of the optimizer, as in ``gluon.Trainer``. Must be the same on all ranks.
+        compression: ``Compression.fp16`` halves the number of bytes sent for float32 gradients.
+        gradient_predivide_factor: Factor by which gradients are divided before they are summed. The result is
+            still the average.
         prefix: Name of the exchange. Needed if the ranks do not create their trainers in the same order.
-        num_groups: Number of lists in which gradients are exchanged. 0 means one list.
-        process_set: The participating ranks. On other ranks this is a plain trainer.
+        num_groups: Number of groups in which gradients are exchanged. 0 means one group.
+        process_set: The participating ranks. On other ranks, this is a regular trainer.
 
     Raises:
-        ValueError: Parameters are on several devices, an argument has the wrong type, or a
-            ``DistributedOptimizer`` has a different process set or predivide factor.
+        ValueError: Parameters are on several devices, an argument has the wrong type, or ``optimizer`` is a
+            ``DistributedOptimizer`` with a different process set or predivide factor.
     """
 
     def __init__(
@@ -126,7 +127,7 @@ class DistributedTrainer(Trainer):
 
 
 def _check_same(given: _Reduction, process_set: ProcessSet, predivide: float) -> None:
-    """Refuse a DistributedOptimizer with a setting that the trainer would lose."""
+    """Reject a DistributedOptimizer with settings that the trainer would ignore."""
     sets, scales = (process_set, global_process_set), (scales_of(ReduceOp.AVERAGE, predivide), (1.0, 1.0))
     if not any(given.process_set is allowed for allowed in sets) or given.scales not in scales:
         raise ArgumentError(
@@ -142,8 +143,9 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
 
     Args:
         optimizer: The optimizer to wrap.
-        gradient_predivide_factor: Divides gradients before the sum. The result is still the average.
-        num_groups: Number of lists in which gradients passed together are exchanged. 0 means one list.
+        gradient_predivide_factor: Factor by which gradients are divided before they are summed. The result is
+            still the average.
+        num_groups: Number of groups in which the gradients of one call are exchanged. 0 means one group.
         process_set: The participating ranks. On other ranks, the optimizer only updates parameters.
     """
 
@@ -157,7 +159,7 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
         self.__dict__.update(_optimizer=optimizer, _reduction=reduction, _first=None)
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("_optimizer", "_reduction", "_first"):  # Missing while this object is being unpickled.
+        if name in ("_optimizer", "_reduction", "_first"):  # Not set yet during unpickling.
             raise AttributeError(name)
         return getattr(self._optimizer, name)
 
@@ -165,7 +167,7 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
         setattr(self._optimizer, name, value)
 
     def __getstate__(self) -> dict[str, Any]:
-        return dict(vars(self))  # MXNet's own method drops attributes that the wrapped optimizer has.
+        return dict(vars(self))  # MXNet's method removes attributes of the optimizer.
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -190,7 +192,7 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
         self._optimizer.update(index, weight, grad, state)
 
     def update_multi_precision(self, index: Any, weight: Any, grad: Any, state: Any) -> None:
-        """Average gradients, then update the parameters, using 32-bit copies of 16-bit parameters."""
+        """Average the gradients of parameters, then update them using 32-bit copies of 16-bit parameters."""
         self._reduce(index, weight, grad)
         self._optimizer.update_multi_precision(index, weight, grad, state)
 
@@ -199,5 +201,5 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
         return self._optimizer.create_state(index, weight)
 
     def create_state_multi_precision(self, index: Any, weight: Any) -> Any:
-        """Return the optimizer's state for a parameter, with a 32-bit copy of a 16-bit parameter."""
+        """Return the optimizer's state for a parameter, with a 32-bit copy if the parameter has 16 bits."""
         return self._optimizer.create_state_multi_precision(index, weight)

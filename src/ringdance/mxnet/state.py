@@ -18,16 +18,16 @@ from ringdance.training.process_sets import global_process_set
 
 
 def broadcast_parameters(params: Any, root_rank: int = 0, prefix: str | None = None) -> None:
-    """Overwrite parameters with the values of global rank ``root_rank``.
+    """Overwrite parameters with the values from global rank ``root_rank``.
 
-    If a Gluon parameter has no values yet, because its shape is known only in the first forward pass, it is
-    broadcast once it has them.
+    A Gluon parameter whose initialization is deferred to the first forward pass, because its shape is not
+    known yet, is broadcast once it has been initialized.
 
     Args:
-        params: The result of ``collect_params()``, or a dictionary of parameters or arrays. Keys are equal on
-            all ranks.
+        params: The result of ``collect_params()``, or a dictionary of parameters or arrays. Keys must be the
+            same on all ranks.
         root_rank: Global rank of the root.
-        prefix: Prefix for the names of the operations. The key follows it.
+        prefix: Text that precedes the key in the name of each operation.
 
     Raises:
         ValueError: ``params`` has the wrong type.
@@ -56,7 +56,7 @@ def _later(name: str, root_rank: int, arrays: list[NDArray]) -> None:
 
 
 def _broadcast(named: list[tuple[str, list[NDArray]]], root_rank: int) -> None:
-    """Broadcast arrays, then copy each to its replicas on other devices of this process."""
+    """Broadcast arrays, then copy each array to its replicas on other devices of this process."""
     calls = [
         (movement(Collective.BROADCAST, name, global_process_set, root=root_rank), (arrays[0],))
         for name, arrays in named

@@ -1,5 +1,5 @@
 """Command-line tools: one package or module for each subcommand of ``ringdance``.
 
-``cli`` lists all subcommands. Most tools inspect machines and the files written by jobs without being part of
-a job. Some start ranks of their own to take measurements.
+``cli`` lists all subcommands. Most tools inspect machines, or files written by jobs, without being part of a
+job. Some tools start their own ranks to take measurements.
 """

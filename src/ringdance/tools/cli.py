@@ -21,14 +21,14 @@ _EXAMPLES = """\
 examples:
   ringdance run -np 2 python train.py                train on two processes of this machine
   ringdance run --help                               all options of run
-  ringdance settings --changed                       what the environment sets, and where
+  ringdance settings --changed                       settings that were changed, and where
   RINGDANCE_CYCLE_TIME=2 ringdance settings          every setting with its value, origin and unit
 """
 
 _COMMANDS = {
     "train": {
         "run": ("ringdance.launch.cli", "start a training script on several processes"),
-        "mpirun": ("ringdance.launch.mpirun_cli", "run command lines of Open MPI 4's mpirun"),
+        "mpirun": ("ringdance.launch.mpirun_cli", "run command lines written for Open MPI 4's mpirun"),
         "status": ("ringdance.launch.background.commands:status", "show the jobs that run in the background"),
         "attach": ("ringdance.launch.background.commands:attach", "show a background job's output"),
         "stop": ("ringdance.launch.background.commands:stop", "end a background job"),
@@ -45,7 +45,7 @@ _COMMANDS = {
     },
     "tune and predict": {
         "plan": ("ringdance.tools.plan.cli", "predict speed, duration and cost on other machines"),
-        "tune": ("ringdance.tools.tune", "find the best threads and ranks per host on CPUs"),
+        "tune": ("ringdance.tools.tune", "find the best number of threads and ranks per host on CPUs"),
     },
     "data and hosts": {
         "data": ("ringdance.tools.data", "prepare images for training; check and describe data sets"),
@@ -56,7 +56,7 @@ _COMMANDS = {
         "sagemaker": ("ringdance.submit.sagemaker.cli", "start training jobs on Amazon SageMaker"),
     },
 }
-"""Commands in groups. Each has a module, whose ``main`` or named function runs it, and its help."""
+"""Commands by group. Each has a help text and a module, whose ``main`` or named function runs the command."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -36,14 +36,15 @@ Requires the package google-crc32c, and pillow and simplejpeg for images or pyar
 `ringdance data COMMAND --help` shows all options.
 """
 _RESUMED = """
-Files appear under their names only when they are complete. After Ctrl-C, kill -9 or a crash, run the same
-command again to resume. The result has the same bytes, even with a different number of processes.
+Files get their final names only when they are complete. After Ctrl-C, kill -9 or a crash, run the same
+command again to resume. The result is byte-for-byte the same, even with a different number of processes.
 
 exit code: 0; 3 if broken items were left out; 2 on errors"""
 _PREPARE = """\
-SRC is one of these. Classes are numbered from 0 in the order of their names.
+SRC is one of the following. Classes are numbered from 0 in the order of their names.
   class directories        SRC/n01440764/*.JPEG, or SRC/train/n01440764/*.JPEG and SRC/val/n01440764/*.JPEG;
-                           also training, valid and validation, in any case. Others are reported, not read.
+                           also training, valid and validation, in upper or lower case. Other directories are
+                           reported, but not read.
   Kaggle's archive         the directory above ILSVRC, or ILSVRC, Data or CLS-LOC in it. The labels of val
                            come from LOC_val_solution.csv.
   official files           ILSVRC2012_img_train.tar and ILSVRC2012_img_val.tar. The labels of val come from a
@@ -55,9 +56,10 @@ examples:
   ringdance data prepare imagenet /data/flowers /fast/flowers --format webdataset --split train
   ringdance data prepare imagenet /data/ILSVRC /shared/imagenet-256 --resize 256
 
-Images are copied byte for byte, except that --resize shrinks larger ones, EXIF rotation is applied, and all
-but JPEGs in RGB or gray are converted (CMYK; PNG, where 16 bits become 8 and transparent pixels become
-white). Damaged images are left out. DST/SPLIT.problems.tsv lists both converted and damaged images.
+Images are copied byte for byte, except that --resize shrinks larger images, EXIF rotation is applied, and
+images other than RGB or grayscale JPEGs are converted, such as CMYK images and PNGs (16 bits become 8, and
+transparent pixels become white). Damaged images are left out. DST/SPLIT.problems.tsv lists both converted and
+damaged images.
 """ + _RESUMED
 _PREPARE_CLICKS = """\
 SRC, optionally compressed as .gz, .bz2, .xz or .zst:
@@ -68,7 +70,8 @@ SRC, optionally compressed as .gz, .bz2, .xz or .zst:
                            provides both splits.
 
 Categories become ids below --table-size by hashing, and numbers x become log1p(x). Rows are shuffled across
-all files, always in the same way, by hashes in two passes. This takes as much extra disk space as the result.
+all files in two passes. They are ordered by hash, so the result is always the same. Shuffling takes as much
+extra disk space as the result.
 Broken rows are left out and listed in DST/problems.tsv.
 
 examples:
@@ -81,12 +84,12 @@ SRC has COCO's layout: SRC/annotations/instances_SPLIT.json, with the images in 
 layout: the annotations without broken entries, and a link to the images, which are not changed. The recipe
 `detection` can train on SRC or DST.
 
-These are left out, and listed in DST/SPLIT.problems.tsv with the reason: images that are missing, cannot be
-decoded, or differ from their stated size, with all their annotations; boxes without area or outside the
-image; polygons that are not three or more pairs of numbers (a smaller one next to others is dropped), or
-lie far outside; run lengths for a different number of pixels; unknown categories or images; entries that
-repeat the id of an earlier one. An empty outline is ignored. EXIF rotation is not applied, as in COCO's
-own tools. Results of earlier calls in DST are replaced.
+The following are left out and listed with the reason in DST/SPLIT.problems.tsv: images that are missing,
+cannot be decoded, or differ from their stated size, together with all their annotations; boxes without area
+or outside the image; polygons that do not consist of three or more pairs of numbers (smaller polygons next to
+valid ones are dropped) or that lie far outside the image; run lengths for a different number of pixels;
+unknown categories or images; entries with the same id as an earlier entry. Empty outlines are ignored. As in
+COCO's own tools, EXIF rotation is not applied. Results of earlier calls in DST are replaced.
 
 examples:
   ringdance data prepare coco /data/coco /fast/coco
@@ -94,19 +97,19 @@ examples:
 
 exit code: 0; 3 if broken items were left out; 2 on errors"""
 _VERIFY = """\
-Compares the sizes and CRC-32C of all files with the index, and the index with its own checksum. With
---decode, it also decodes every image, or parses every row of click logs.
+Compares the sizes and CRC-32C checksums of all files with the index, and the index with its own checksum.
+With --decode, it also decodes every image, or parses every row of click logs.
 
 example:
   ringdance data verify /fast/imagenet --decode
 
 exit code: 0 if everything is correct, otherwise 1"""
 _INDEX = """\
-Writes DIR/SPLIT.json and DIR/SPLIT.npy. Other files are not changed. Afterwards, DIR works like any data set.
+Writes DIR/SPLIT.json and DIR/SPLIT.npy and changes no other files. DIR can then be used like any data set.
 TFRecords need an image in image/encoded (or image) and a label in image/class/label (or label), as written
 by TensorFlow's scripts and TFDS. Tars need KEY.jpg (or another image) with KEY.cls, or KEY.json with "label".
 The file names decide the split: train, validation or test. Unusable samples are left out, counted, and
-listed in DIR/SPLIT.problems.tsv. A file named *.tar or *.tfrecord that is neither is an error.
+listed in DIR/SPLIT.problems.tsv. It is an error if a file named *.tar or *.tfrecord has another format.
 
 examples:
   ringdance data index /data/imagenet-tfrecords
@@ -115,11 +118,11 @@ examples:
 exit code: 0; 3 if samples were left out; 2 on errors"""
 
 _GENERATE = """\
-Rows like Criteo's: 13 numbers, 26 columns of 3 to 10 million categories that follow a power law, and
-missing values. Clicks (a quarter of the rows) are drawn from a known probability that depends on single
+Generates rows like Criteo's: 13 numbers, 26 columns of 3 to 10 million categories that follow a power law,
+and missing values. Clicks (a quarter of the rows) are drawn with a known probability that depends on single
 columns and on pairs of columns, so a factorization machine does better than a linear model. The command
-prints the AUC of that probability: no model can do better on these rows. For other formats or more files,
-pass DST to `ringdance data prepare criteo`.
+prints the AUC of this probability. No model can achieve a better AUC on these rows. For other formats or more
+files, pass DST to `ringdance data prepare criteo`.
 
 example:
   ringdance data generate criteo /fast/planted --rows 2000000 --validation 0.1"""
@@ -152,13 +155,13 @@ def _add_images(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("source", type=_absolute, metavar="SRC", help="directory with the images or tars, see below")
     add("--format", choices=tuple(ENDINGS), default="tfrecord", help="default: tfrecord")
-    text = "number of files for train; validation gets an eighth of it (default: about 134 MB each)"
+    text = "number of files for train; validation gets an eighth as many (default: about 134 MB per file)"
     add("--shards", type=positive, default=0, metavar="N", help=text)
-    text = "shrink larger images to a shorter side of S pixels, encoded again with quality 95"
+    text = "shrink larger images so that the shorter side has S pixels, and encode them with quality 95"
     add("--resize", type=positive, default=0, metavar="S", help=text)
-    text = "only this split; if SRC has no splits, the name of its split (default: all; train)"
+    text = "only this split (default: all); if SRC has no splits, the name for its split (default: train)"
     add("--split", choices=tuple(SPLITS), action="append", default=[], help=text)
-    add("--labels", type=Path, metavar="FILE", help="labels of validation (default: a file near the images)")
+    add("--labels", type=Path, metavar="FILE", help="validation labels (default: a file near the images)")
     text = "maximum number of broken images to leave out (default: one in a hundred)"
     add("--max-broken", type=int, metavar="N", help=text)
     add("--overwrite", action="store_true", help="remove these splits from DST and start again")
@@ -194,7 +197,7 @@ def _add_index(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--split", default="", help="name of a single split for all files (default: from the file names)")
     add("--files", default="*", metavar="PATTERN", help="only these files (default: all TFRecords or tars)")
-    text = "number of the first class (default: 1 for image/class/label unless a 0 occurs, otherwise 0)"
+    text = "number of the first class (default: 1 for image/class/label if 0 does not occur, otherwise 0)"
     add("--first-label", type=int, choices=(0, 1), help=text)
 
 
@@ -214,18 +217,18 @@ def _add_clicks(parser: argparse.ArgumentParser) -> None:
     add("source", type=_absolute, nargs="+", metavar="SRC", help=text)
     text = "default: rows, which training can read without parsing"
     add("--format", choices=tuple(ENDS), default="rows", help=text)
-    add("--shards", type=positive, default=0, metavar="N", help="files for train (default: 268 MB each)")
+    add("--shards", type=positive, default=0, metavar="N", help="files for train (default: 268 MB per file)")
     _add_table_size(parser)
     text = "share of the rows for the validation split, such as 0.1, or its files (default: none)"
     add("--validation", type=_share_or_path, default=0.0, metavar="SHARE|SRC", help=text)
-    add("--max-broken", type=int, metavar="N", help="broken rows to allow (default: one in a hundred)")
+    add("--max-broken", type=int, metavar="N", help="broken rows to tolerate (default: one in a hundred)")
     add("--chunk", type=float, default=0, help=argparse.SUPPRESS)  # in MB; for tests
     add("--overwrite", action="store_true", help="remove the data set in DST and start again")
     _add_processes(parser)
 
 
 def _add_table_size(parser: argparse.ArgumentParser) -> None:
-    text = "rows in the embedding table; all ids are below this (default: 1000000)"
+    text = "rows in the embedding table; all ids are below this number (default: 1000000)"
     parser.add_argument("--table-size", type=positive, default=1_000_000, metavar="H", help=text)
 
 

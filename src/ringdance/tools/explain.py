@@ -200,7 +200,7 @@ def _rank_of(reader: RingReader) -> _Rank | None:
 
 
 def _is_below(pid: int, other: int) -> bool:
-    """Return True if ``other`` is the process itself or one of its ancestors."""
+    """Return True if ``other`` is the process ``pid`` itself or one of its ancestors."""
     try:
         return other == pid or any(parent.pid == other for parent in psutil.Process(pid).parents())
     except psutil.Error:  # the process has just exited
@@ -208,7 +208,7 @@ def _is_below(pid: int, other: int) -> bool:
 
 
 def _look(ranks: list[_Rank]) -> list[_Rank]:
-    """Add what each rank is doing now. All ranks must be on this host."""
+    """Add what each rank is currently doing. All ranks must be on this host."""
     samples = {rank.pid: sample_cpu(rank.pid) for rank in ranks}
     time.sleep(_SAMPLE_S if ranks else 0.0)
     for rank in ranks:

@@ -21,7 +21,7 @@ examples:
   ringdance recipes copy resnet50 job              train_torch.py, train_keras.py and their shared files
   ringdance run -np 2 python job/train_torch.py --preset laptop --synthetic --steps 20
 """
-# Each recipe, and the command that tries out a copy of it.
+# Each recipe, with a command that tries out a copy in a directory.
 _RECIPES = {
     "resnet50": "ringdance run -np 2 python {}/train_torch.py --preset laptop --synthetic --steps 20",
     "detection": "ringdance run -np 2 python {}/train.py --help",
@@ -50,9 +50,9 @@ def _files(name: str) -> list[Path]:
 
 
 def _text(path: Path) -> str:
-    """Return a file's text, edited so that a copy imports shared modules from the copy's directory.
+    """Return a file's text, edited so that a copy imports shared modules from its own directory.
 
-    A later version of Ringdance that changes these modules does not change the copy.
+    Later versions of Ringdance may change these modules, but this does not affect the copy.
     """
     text = path.read_text(encoding="utf-8").replace("from ringdance.recipes import ", "import ")
     return text.replace("from ringdance.recipes.", "from ")

@@ -37,13 +37,15 @@ from ringdance.tools.report.metrics import RunMetrics, read_run
 from ringdance.training.tuning.search import order
 
 _EPILOG = """\
-The command runs repeatedly, each time for --seconds of steady steps or until it ends. Ranks per host vary
-first, each with its share of the cores as threads. Intra-op threads follow (OMP_NUM_THREADS, MKL_NUM_THREADS,
-TF_NUM_INTRAOP_THREADS), then binding, each with the best so far. A setting that looks faster takes five turns
-with the best so far. It becomes the best only if all its runs are faster than all runs of the other.
+The command is run repeatedly, each time for --seconds of steady steps or until it ends. First, it is run with
+different numbers of ranks per host, where each rank uses its share of the cores as threads. Next come the
+intra-op threads (OMP_NUM_THREADS, MKL_NUM_THREADS, TF_NUM_INTRAOP_THREADS), and then binding, both with the
+best setting so far. A setting that looks faster is compared with the best one in five alternating runs each.
+It becomes the best setting only if all its runs are faster than all runs of the other setting.
 
-The number of ranks varies only if the command takes the batch per rank as {batch}: all ranks together always
-use --global-batch. Only steps that DistributedOptimizer or hvd.mark_step() counts are measured.
+The number of ranks is varied only if the command contains {batch}, the batch size per rank, so that the batch
+size of all ranks together is always --global-batch. Only steps that DistributedOptimizer or hvd.mark_step()
+counts are measured.
 
 examples:
   ringdance tune threads --global-batch 256 -- python train.py --batch {batch}
@@ -78,7 +80,7 @@ class Trials:
 
     Attributes:
         given: Command-line arguments.
-        hosts: Hosts to run trials on. If empty, trials run on this host only.
+        hosts: Hosts to run trials on. If empty, trials run only on this host.
         cores: Cores per host.
         others: Maximum share of a host's cores that other programs have used during a trial.
     """
@@ -162,14 +164,14 @@ def _speed_of(results: Sequence[Result]) -> float:
 def _metrics(directory: Path) -> RunMetrics | None:
     """Return a trial's metrics, or None if it has not completed any steps yet."""
     try:
-        with contextlib.redirect_stderr(io.StringIO()):  # hides warnings about a line still being written
+        with contextlib.redirect_stderr(io.StringIO()):  # hides warnings about incomplete lines
             return read_run(directory / "out")
     except LaunchError:
         return None
 
 
 def _steady(run: RunMetrics) -> float:
-    """Return how many seconds of steps the measured speed is based on."""
+    """Return the time in seconds over which the speed was measured."""
     times = [row["last_step_time"] for row in run.ranks[0].training if "last_step_time" in row] or [0.0]
     return float(times[-1] - times[0])
 
@@ -225,11 +227,11 @@ def _space(given: argparse.Namespace, cores: int, hosts: int) -> dict[str, list[
     has_batch = any("{batch}" in word for word in given.command)
     if has_batch != bool(batch):
         missing = "--global-batch N" if has_batch else "{batch} in the command, for the batch per rank"
-        raise LaunchError(f"--global-batch and {{batch}} need each other. Add {missing}")
+        raise LaunchError(f"--global-batch and {{batch}} must be used together. Add {missing}")
     ranks = given.ranks or (powers if has_batch else [1])
     if not has_batch:
         if len(ranks) > 1:
-            raise LaunchError(f"--ranks {ranks}: the batch of all ranks would change. Write {{batch}} for "
+            raise LaunchError(f"--ranks {ranks}: the total batch size would change. Write {{batch}} for "
                               "the batch per rank in the command, and pass --global-batch")  # fmt: skip
         print("The command does not contain {batch}: the number of ranks stays the same.", file=sys.stderr)
     fit = [n for n in ranks if batch % (n * hosts) == 0]
@@ -269,7 +271,7 @@ def _threads(given: argparse.Namespace) -> int:
     if not _speed_of(tried[best]):
         return 1
     first = next(setting for setting, results in tried.items() if _speed_of(results))
-    print("Best" if best != first else "No setting was certainly faster than the first", end="")
+    print("Best" if best != first else "No setting was clearly faster than the first", end="")
     print(f": {best}. Ready to run:\n{shlex.join(['ringdance', *trials.line(best)])}")
     return 0
 
@@ -282,7 +284,7 @@ def _add_threads(parser: argparse.ArgumentParser) -> None:
     add("--bind", choices=_BINDS, default="both", help="bind ranks to cores, or try both (default: both)")
     add("--seconds", type=number, default=20.0, metavar="S", help="seconds of steady steps (default: 20)")
     add("--limit", type=number, default=300.0, metavar="S", help="seconds allowed for startup (default: 300)")
-    add_host_options(parser, "hosts with as many cores as this one (default: this one); slots do not matter")
+    add_host_options(parser, "hosts with as many cores as this one (default: this one); slots are ignored")
     add("command", nargs="+", metavar="COMMAND", help="after --: the training command and its arguments")
 
 

@@ -44,7 +44,7 @@ def speed(
         (speed(100, cores=1.9), speed(400), speed(99), "loader", "--resize 256"),
         (
             speed(100, cores=1.9, second=0.5, of_second=0.1), speed(400), speed(50), "loader",
-            "Rank 1 holds the others up: its loader is 33% behind the mean, and waits (it uses 0.1 of 2.0",
+            "Rank 1 holds the others up: its loader is 33% slower than average, and waits (it uses 0.1 of",
         ),
         (speed(100, cores=1.9, second=0.5), speed(400), speed(50), "loader", "and computes (it uses 1.9"),
         (speed(100, others=0.85), speed(400), speed(99), "unclear", "Other programs use 85% of a host's"),
@@ -52,7 +52,7 @@ def speed(
         (speed(100, cores=0.02, others=0.9), speed(400), speed(60), "loader", "waits most of the time"),
         (
             speed(100, second=0.5, of_second=0.02, others=0.8), speed(400), speed(50), "loader",
-            "Rank 1 holds the others up: its loader is 33% behind the mean, and waits",
+            "Rank 1 holds the others up: its loader is 33% slower than average, and waits",
         ),
         (speed(100, cores=0.02, others=0.9), speed(400), speed(380), "unclear", "Other programs use"),
         (speed(100, others=0.3), speed(400), speed(99), "loader", "waits most of the time"),
@@ -96,7 +96,7 @@ def test_rows_are_called_rows_and_get_their_own_advice() -> None:
 def test_unknown_samples_get_no_advice_about_images() -> None:
     fast, slow = replace(speed(400), unit="samples"), replace(speed(100, cores=1.9), unit="samples")
     verdict = judge({"loader": slow, "step": fast, "both": slow})
-    assert "do work that gives the same result in every epoch only once" in verdict.next_step
+    assert "compute whatever is the same in every epoch once" in verdict.next_step
 
 
 def test_the_command_and_the_ranks_know_the_same_mark() -> None:

@@ -147,7 +147,7 @@ def test_numbers_of_ranks() -> None:
         ("--model mlp --framework jax --against ddp", "ddp works with --framework torch, not jax"),
         ("--model inception_v3", "Use --framework keras, which has it"),
         ("--model inception_v3 --framework keras --image 64", "needs at least 75 pixels"),
-        ("--model mlp --output figures.csv", "ends in .json"),
+        ("--model mlp --output figures.csv", "ends with .json"),
         ("--model mlp --output nowhere/figures.json", "a directory that exists"),
         ("--model mlp --np 1;2", "positive integers, such as 1,2,4"),
         ("--model mlp --steps 0", "0: must be at least 1"),
@@ -172,7 +172,7 @@ def test_a_wrong_number_of_threads_is_refused(threads: str, capsys, monkeypatch)
 def test_what_cannot_be_written_is_refused_before_it_is_measured(tmp_path, capsys) -> None:
     (tmp_path / "directory.json").mkdir()
     os.mkfifo(tmp_path / "fifo.json")
-    for name, says in (("directory", "the name of a file"), ("fifo", "is not a regular file")):
+    for name, says in (("directory", "a file name that ends"), ("fifo", "is not a regular file")):
         assert bench.main(["train", "--model", "mlp", "--output", str(tmp_path / f"{name}.json")]) == 2
         assert says in capsys.readouterr().err
 

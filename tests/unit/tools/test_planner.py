@@ -309,7 +309,7 @@ KNOWN = ("--model", "resnet50", "--images-per-second", "395", *COMMON)
         ((*KNOWN, "--price", "-1"), "greater than 0"),
         ((*KNOWN, "--of", "0"), "0: must be at least 1"),
         (("--from", "{bench}", *COMMON), "was measured on CPUs"),
-        ((*KNOWN, "--ranks-per-host", "32"), "p3.16xlarge has 8 GPUs, one for each rank"),
+        ((*KNOWN, "--ranks-per-host", "32"), "p3.16xlarge has 8 GPUs, and each rank needs one"),
         ((*KNOWN, "--samples", "9"), "--samples and --price need --epochs N"),
         (("--from", "{bench}", "--instance", "c5.9xlarge", "--epochs", "9"), "no usual number of samples"),
         (("--from", "{bench}", "--instance", "c5.9xlarge", "--of", "2"), "--of 2 needs the total rate"),
@@ -402,7 +402,7 @@ def test_advice_far_beyond_the_measurement_says_so(bench: Path, capsys: pytest.C
         assert plan_cli.main([*words, "--epochs", "1", "--deadline", deadline, "--json"]) == 0
         plan = json.loads(capsys.readouterr().out)
         assert (plan["best"]["ranks"] > 64) == far
-        assert ("times the measured ranks: measure on more." in plan["verdict"]) == far
+        assert ("times the ranks measured. Measure on more." in plan["verdict"]) == far
 
 
 def test_what_was_measured_beside_other_programs_is_no_advice(

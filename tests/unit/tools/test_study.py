@@ -127,7 +127,7 @@ def test_one_searcher_at_a_time_and_one_space(tmp_path: Path) -> None:
         Study(tmp_path, space())
     study._lock.close()
     other = parse_space({"parameters": {**BRANIN, "x": {"low": -5.0, "high": 9.0}}})
-    with pytest.raises(LaunchError, match=r"belongs to another space: it was .*10\.0.* and is .*9\.0"):
+    with pytest.raises(LaunchError, match=r"belongs to another search space: .*10\.0.* not .*9\.0"):
         Study(tmp_path, other)
     (tmp_path / "journal.log").write_text("{}\n")
     with pytest.raises(LaunchError, match=r"journal\.log is damaged or not from"):

@@ -130,7 +130,7 @@ def test_no_trial_outlives_the_command(number: int, tmp_path: Path) -> None:
         ("-- true {batch}", "Add --global-batch N"),
         ("--global-batch 8 -- true", "Add {batch} in the command"),
         ("--global-batch 8 --ranks 3 -- true {batch}", "ranks per host, hosts: 1. Use --global-batch 9"),
-        ("--ranks 1,2 -- true", "the batch of all ranks would change"),
+        ("--ranks 1,2 -- true", "the total batch size would change"),
         ("--intra 0,2 -- true", "'0,2' is not a list of positive integers"),
         ("--seconds 0 -- true", "0: must be a finite number greater than 0"),
         ("-- no-such-program", "no-such-program"),

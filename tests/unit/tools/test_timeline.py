@@ -192,7 +192,7 @@ def test_what_is_no_timeline_is_named(
     path.write_text(text.replace("KEY", '"pid": 1, "tid": 1'))
     assert timeline.main([str(path)]) == 2
     assert capsys.readouterr().err == (
-        f"ringdance timeline: {path}{place}: it is not Chrome's JSON. "
+        f"ringdance timeline: {path}{place}: it is not in Chrome's JSON format. "
         "Pass a file that `ringdance run --timeline FILE` has written\n"
     )
 

@@ -1,1 +1,1 @@
-"""``ringdance bench`` and ``ringdance tune``: find what limits a script, and the best settings for CPUs."""
+"""``ringdance bench``: measure what limits training, and how training scales with the number of ranks."""

@@ -31,15 +31,16 @@ PARTS = {"loader": "loader alone", "step": "step alone", "both": "both"}
 _LESS = {
     "images": "prepare smaller images (`ringdance data prepare ... --resize 256`)",
     "rows": "prepare files that need no parsing (`ringdance data prepare criteo ... --format rows`)",
-    "samples": "do work that gives the same result in every epoch only once, before training, and store it",
+    "samples": "compute whatever is the same in every epoch once, before training, and store it",
 }
 _TAIL = 30  # lines of output shown from a failed run
 
 _INPUT = """\
 Three runs measure for --seconds each: the loader alone (its batches are read and discarded), the step alone,
-and both together. The step alone repeats up to 48 batches, loaded beforehand within --seconds at most.
-Each speed has its noise: half of the 95% confidence interval, from the spread within the run. The script
-needs no change if its loader is hvd.image_loader(...) or hvd.table_loader(...). Wrap any other loader once:
+and both together. To measure the step alone, up to 48 batches are loaded in advance (for at most --seconds)
+and repeated. The noise of a speed is half of its 95% confidence interval, estimated from the variation within
+the run. If the loader is hvd.image_loader(...) or hvd.table_loader(...), the script can be measured as it is.
+Wrap any other loader once:
 
   loader = hvd.watch_input(DataLoader(data, batch_size=32))     also for a tf.data pipeline
 
@@ -60,7 +61,7 @@ class Speed:
 
     Attributes:
         unit: What the loader's samples are called: images, rows or samples.
-        samples_per_second: Total speed of all ranks, if each runs at the pace of the slowest.
+        samples_per_second: Total speed of all ranks if each rank runs at the speed of the slowest.
         noise: Half the width of the speed's 95% confidence interval, as a share of the speed.
         slowest: The slowest rank.
         behind: Share by which the slowest rank is slower than the average.
@@ -68,7 +69,7 @@ class Speed:
         cores_of_mean: Number of cores that a rank uses on average.
         usable: Number of cores available to the slowest rank.
         host_busy: Share of CPU time in use on the slowest rank's host, by any program.
-        by_others: Share of CPU time on this host that other programs use.
+        by_others: Share of CPU time on this host used by other programs.
     """
 
     unit: str
@@ -124,12 +125,12 @@ def judge(speeds: Mapping[str, Speed]) -> Limit:
     if disturbed and not waits:
         return Limit(
             "unclear",
-            f"Other programs use {taken:.0%} of a host's cores, and barely one is idle: {all_three}. The "
-            "speeds without these programs are not known.",
+            f"Other programs use {taken:.0%} of a host's cores, and hardly any core is idle: {all_three}. "
+            "The speeds without these programs are not known.",
             "Measure again while nothing else is running on the hosts.",
         )
     noise, other = (hypot(speeds[part].noise, speeds["step"].noise) for part in ("both", "loader"))
-    fast = step / (step + loader) < LITTLE  # even without any overlap, loading would take less time than this
+    fast = step / (step + loader) < LITTLE  # loading would take hardly any time even without overlap
     if (noise >= max(LITTLE, 1 - both / step) and not fast) or (slow and other >= 1 - loader / step):
         return Limit(
             "unclear", f"The speeds differ by less than their noise, {max(noise, other):.0%}: {all_three}.",
@@ -139,7 +140,7 @@ def judge(speeds: Mapping[str, Speed]) -> Limit:
         return Limit(
             "step",
             f"The input is not the limit: the loader waits for the step, which takes {step:,.1f} {pace}. "
-            f"The loader can give {loader:,.1f}, {loader / step:.1f} times as many.",
+            f"The loader can deliver {loader:,.1f}, which is {loader / step:.1f} times as many.",
             "Make the step faster (a larger batch, 16-bit floating point, more ranks: `ringdance report` "
             "shows what limits it), or leave the input as it is if the speed is fine.",
         )
@@ -153,11 +154,11 @@ def judge(speeds: Mapping[str, Speed]) -> Limit:
 
 
 def _competing(speeds: Mapping[str, Speed], all_three: str) -> Limit:
-    """Return the limit if loader and step are fast enough on their own, but not together.
+    """Return the limit if loader and step are each fast enough alone, but not together.
 
     Args:
         speeds: The three speeds.
-        all_three: The speeds as text.
+        all_three: Text that states the speeds.
     """
     less = _LESS[speeds["loader"].unit]
     loader, step, both = (speeds[part].samples_per_second for part in PARTS)
@@ -166,7 +167,7 @@ def _competing(speeds: Mapping[str, Speed], all_three: str) -> Limit:
             "order",
             f"Loader and step take turns although cores are idle: {all_three}. With batches prepared in "
             f"advance, training would be {min(loader, step) / both:.1f} times as fast.",
-            "Let the loader work ahead in threads or processes, as Ringdance's loaders do, or a DataLoader "
+            "Let the loader work ahead in threads or processes: use one of Ringdance's loaders, a DataLoader "
             "with num_workers=1 or more, or a tf.data pipeline that ends with prefetch().",
         )
     return Limit(
@@ -185,20 +186,22 @@ def _faster_loader(alone: Speed) -> str:
     waits = "for a disk, a network, a lock or a sleep"
     shown = "`ringdance explain` shows the line of code."
     if alone.behind > LITTLE:
-        who = f"Rank {alone.slowest} holds the others up: its loader is {alone.behind:.0%} behind the mean"
+        who = (
+            f"Rank {alone.slowest} holds the others up: its loader is {alone.behind:.0%} slower than average"
+        )
         if alone.cores < max(IDLE_CORES, alone.cores_of_mean * (1 - LITTLE)):
-            return f"{who}, and waits ({used}, the mean rank {alone.cores_of_mean:.1f}) {waits}. {shown}"
+            return f"{who}, and waits ({used}; the mean is {alone.cores_of_mean:.1f}) {waits}. {shown}"
         return f"{who}, and computes ({used}): its samples are larger, or its cores are slower or shared."
     if alone.cores >= BUSY * alone.usable:
         return (
             f"Loading alone keeps a rank's cores busy ({used}): {less}, or use machines with more cores per "
             "rank."
         )
-    threads = "threads= of Ringdance's loaders, num_workers= of a DataLoader"
+    threads = "threads= for Ringdance's loaders, num_workers= for a DataLoader"
     if alone.cores >= IDLE_CORES:
         return f"Loading leaves cores idle ({used}): use more threads or processes ({threads}), or {less}."
     return (
-            f"The loader waits most of the time ({used}) {waits}. If reading takes the time, read more in "
+            f"The loader waits most of the time ({used}) {waits}. If reading is slow, read more files in "
             f"parallel ({threads}), or read from a local disk (`ringdance hosts copy`). {shown}"
     )
 
@@ -237,13 +240,14 @@ def measure(part: str, words: Sequence[str], seconds: float) -> Speed:
                 if row["text"].startswith(INPUT_MARK):
                     speed = Speed.of(json.loads(row["text"].removeprefix(INPUT_MARK)))
                     continue
-            except (ValueError, KeyError, TypeError):  # not a JSON record: printed by the launcher itself
+            except (ValueError, KeyError, TypeError):  # not a JSON record: written by the launcher itself
                 pass
             last.append(text)
     if speed is None or process.returncode:
         why = f"failed with exit code {process.returncode}" if process.returncode else (
-            "ended before it was measured. Does it train long enough (more epochs)? Is its loader one of "
-            "Ringdance's or wrapped by hvd.watch_input(loader), and does its main thread iterate over it?"
+            "ended before it was measured. Make sure that it trains long enough (more epochs), that its "
+            "loader is one of Ringdance's or wrapped by hvd.watch_input(loader), and that its main thread "
+            "iterates over the loader."
         )  # fmt: skip
         shown = "".join(last) or "(none)\n"
         raise CommandError(
@@ -279,8 +283,8 @@ def _add_input(parser: argparse.ArgumentParser) -> None:
     text = "number of ranks (default: the hosts' slots, or 1)"
     add("-np", "-n", type=rank_count, metavar="N", help=text)
     add_host_options(parser, "hosts and their slots (default: 1)")
-    add("-x", action="append", default=[], metavar="NAME[=VALUE]", help="set a variable for the ranks")
-    text = "seconds that each run measures, after a warm-up (default: 8)"
+    add("-x", action="append", default=[], metavar="NAME[=VALUE]", help="set a variable on all ranks")
+    text = "seconds to measure in each run, after a warm-up (default: 8)"
     add("--seconds", type=number, default=8.0, metavar="S", help=text)
     add("--json", action="store_true", help="print JSON")
     add("words", nargs=argparse.REMAINDER, metavar="-- CMD", help="the command and its arguments")

@@ -21,7 +21,7 @@ RATE = 1e-3
 SINGLE, LOOKS = 12, 3
 Step = Callable[[], Any]
 Gradients = list[tuple[str, int, float]]
-"""Name, bytes, and seconds from the start of the step until it is ready, for each gradient."""
+"""For each gradient: name, size in bytes, and seconds from the start of the step until it is ready."""
 
 
 class Made(NamedTuple):
@@ -60,8 +60,8 @@ def measure(given: Mapping[str, Any]) -> dict[str, Any]:
     """Train on synthetic samples, alternating between contestants in blocks of steps.
 
     Args:
-        given: Options: ``model``, ``framework``, ``batch``, ``image``, ``dtype``, ``against``, ``steps``,
-            ``warmup``, ``unit``.
+        given: Values of the options ``model``, ``framework``, ``batch``, ``image``, ``dtype``, ``against``,
+            ``steps``, ``warmup`` and ``unit``.
 
     Returns:
         This rank's measurements: seconds per step by contestant and block, times of single steps without an
@@ -89,7 +89,7 @@ def measure(given: Mapping[str, Any]) -> dict[str, Any]:
     used = (time.process_time() - cpu) / (time.perf_counter() - began)
     busy = use.share()
     gradients = made.ready() if made.ready else assumed(made.sizes, median(blocks["alone"]))
-    # The sizes of sparse gradients differ between ranks, so all ranks use those from rank 0.
+    # The sizes of sparse gradients differ between ranks, so all ranks use the sizes from rank 0.
     agreed = hvd.broadcast_object([nbytes for _, nbytes, _ in gradients], 0)
     exchange = (made.exchange or _by_numpy)(agreed)
     exchange()

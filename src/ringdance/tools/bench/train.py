@@ -56,8 +56,9 @@ FRAMEWORKS = {
 _NEEDS = {"tensorflow": ["tensorflow", "keras"], "jax": ["jax", "optax", "keras"]}
 _HELP = """\
 For each number of ranks, and for one rank alone, the model trains on samples from memory. Blocks of steps
-alternate between Ringdance's exchange, no exchange, and the exchange that --against names. The threads per
-rank stay the same: a host's cores divided by the largest number of ranks on it (or OMP_NUM_THREADS, if set).
+alternate between Ringdance's exchange, no exchange, and the exchange selected by --against. The number of
+threads per rank does not change: it is the number of cores on a host divided by the largest number of ranks
+on it (or OMP_NUM_THREADS, if set).
 
   speed-up, efficiency   relative to the speed of one rank alone
   exposed                share of the step that the exchange adds
@@ -103,18 +104,18 @@ def check(given: argparse.Namespace) -> None:
     if given.output:
         check_regular(given.output)
         if given.output.suffix != ".json" or not given.output.parent.is_dir() or given.output.is_dir():
-            what = "pass the name of a file that ends in .json, in a directory that exists"
+            what = "pass a file name that ends with .json, in an existing directory"
             raise CommandError(f"--output {given.output}: {what}")
 
 
 def figures(
     found: Sequence[Mapping[str, Any]], batch: int, threads: int, one: float | None = None
 ) -> dict[str, Any]:
-    """Return the JSON file's entry for one number of ranks.
+    """Return the entry of the JSON file for one number of ranks.
 
     Args:
-        found: Return values of ``ringdance.tools.bench.measure.measure``, by rank. A block takes as
-            long as its slowest rank.
+        found: Results of ``ringdance.tools.bench.measure.measure``, by rank. The time of a block is the time
+            of its slowest rank.
         batch: Samples per rank and step.
         threads: Threads per rank.
         one: Samples per second on a single rank. None if this entry is for a single rank.
@@ -151,7 +152,7 @@ def _others(found: Sequence[Mapping[str, Any]], host: str) -> float:
 
 
 def table(content: Mapping[str, Any]) -> list[dict[str, float]]:
-    """Return one row per number of ranks, with values by column name. Other libraries' speeds come last."""
+    """Return a row for each number of ranks, with values by column name. Other libraries come last."""
     return [
         {name: size[name] for name in ("ranks", "hosts", "images_per_second", "noise")}
         | {"speed_up": size["efficiency"] * size["ranks"], "efficiency": size["efficiency"]}
@@ -166,7 +167,7 @@ def _peers(content: Mapping[str, Any]) -> list[str]:
 
 
 def text(rows: Sequence[Mapping[str, float]], unit: str) -> str:
-    """Format the table. Another library's column shows its speed, and Ringdance's as a multiple of it."""
+    """Format the table. Columns of other libraries also show Ringdance's speed as a multiple of theirs."""
     heads = {
         "ranks": ("ranks", ","), "hosts": ("hosts", ","), "images_per_second": (f"{unit}/s", ",.1f"),
         "noise": ("+-", ".1%"), "speed_up": ("speed-up", ".2f"), "efficiency": ("efficiency", ".1%"),
@@ -234,7 +235,7 @@ def _train(given: argparse.Namespace) -> int:
 
 
 def _threads(largest: JobSpec) -> int:
-    """Return the threads per rank: the user's choice, or a host's cores divided by the most ranks on it."""
+    """Return the number of threads per rank, as set by the user or derived from the cores of a host."""
     prepared = prepare(largest)
     prepared.close()
     if prepared.plan.threads:
@@ -267,7 +268,7 @@ def _add(parser: argparse.ArgumentParser) -> None:
     add("--against", choices=("ddp",), help=text)
     add("--batch", type=positive, metavar="N", help="samples per rank and step (default: the model's)")
     add("--steps", type=positive, default=30, metavar="N", help="steps to measure (default: 30)")
-    text = "warm-up steps, for each contestant (default: 5)"
+    text = "warm-up steps for each contestant (default: 5)"
     add("--warmup", type=positive, default=5, metavar="N", help=text)
     add("--image", type=positive, metavar="N", help="side of an image in pixels, or words per text")
     text = "data type of the computation; weights and gradients are float32 (default: float32)"

@@ -1,4 +1,4 @@
-"""The types of checks, their inputs and their results.
+"""Types for checks, their inputs and their results.
 
 A check is a pure function of the facts that probes have collected on one or more hosts. It returns one or
 more ``Finding`` objects, or None if it does not apply, for example on a host without a GPU. A finding with a
@@ -16,11 +16,11 @@ from typing import Any
 from ringdance.launch.hosts import counted, several
 
 Facts = Mapping[str, Any]
-"""Results of one host's probes by the probe's name. A failed probe's result is ``{"failed": REASON}``."""
+"""Results of the probes on a host, by probe name. The result of a failed probe is ``{"failed": REASON}``."""
 
 ERROR, WARNING, NOTE = "error", "warning", "note"
 SEVERITIES = (ERROR, WARNING, NOTE)
-"""ERROR: a job fails or its result is wrong. WARNING: it is slow or at risk. NOTE: worth knowing."""
+"""ERROR: a job fails or its result is wrong. WARNING: a job is slow or may fail. NOTE: worth knowing."""
 
 AREAS = (
     "hosts", "network", "python", "frameworks", "mpi", "cpu", "memory", "limits", "disk", "gpu", "leftovers",
@@ -49,7 +49,7 @@ class Finding:
     """What a check found on one or more hosts.
 
     Attributes:
-        text: The finding in one sentence. Names hosts only if the check compares them.
+        text: Sentence that states the finding. It names hosts only if the check compares hosts.
         fix: One line that says how to fix the problem. Empty if nothing is wrong.
         severity: Overrides the check's severity if set.
         hosts: For a check that compares hosts, the hosts this finding applies to. Empty means all.
@@ -67,7 +67,7 @@ class HostFacts:
 
     Attributes:
         facts: Facts by probe.
-        slots: Number of ranks on this host, 0 if unknown.
+        slots: Number of ranks on this host. 0 if not known.
     """
 
     facts: Facts
@@ -77,7 +77,7 @@ class HostFacts:
         return self.facts[name]
 
     def variable(self, name: str) -> str:
-        """Return an environment variable on the host, "" if unset. The environment probe must report it."""
+        """Return the value of a variable that the environment probe reports, or "" if it is not set."""
         return str(self["environment"].get(name, ""))
 
 
@@ -141,7 +141,7 @@ class Result:
 
 
 def last_line(output: str) -> str:
-    """Return the last non-empty line of a program's output, "" if there is none."""
+    """Return the last non-empty line of a program's output, or "" if all lines are empty."""
     return next((line.strip() for line in reversed(output.splitlines()) if line.strip()), "")
 
 
@@ -217,7 +217,7 @@ def outliers(values: Mapping[str, str], fix: str, what: str = "") -> Iterator[Fi
     Yields one finding if all hosts have the same value, otherwise one for each value except the most common.
 
     Args:
-        values: Values by host. Ties for the most common value go to the value that comes first.
+        values: Values by host. Of several equally common values, the first counts as the most common.
         fix: One line that says how to resolve a difference.
         what: Name of the value, which precedes it in each finding's text.
     """

@@ -50,7 +50,7 @@ def directory_facts(path: str) -> dict[str, Any]:
 
 
 def _write_error(directory: str) -> str:
-    """Try to write a file to ``directory``. Return the reason for a failure, "" on success."""
+    """Try to write a file to ``directory``. Return the reason for a failure, or "" on success."""
     try:
         with tempfile.TemporaryFile(dir=directory) as file:
             file.write(b"x")

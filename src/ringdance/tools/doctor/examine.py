@@ -34,7 +34,7 @@ CHECKS = {check.name: check for check in sorted(_ALL, key=lambda check: AREAS.in
 """Every check by name, in the order of the areas."""
 _SPARE_S = 30.0  # allowance for starting Python, added to the probes' time limit
 _NAMES = 16  # each host resolves the names of this many other hosts
-# Variables that locate libraries. Ranks get the launcher's values, not those of a login shell on their host.
+# Variables that locate libraries. Ranks get their values from the launcher, not from a login shell.
 _LIBRARIES = (
     "LD_LIBRARY_PATH", "OPAL_PREFIX", "PMIX_INSTALL_PREFIX", "I_MPI_ROOT", "MPI4PY_LIBMPI", "MPI4PY_MPIABI",
 )  # fmt: skip
@@ -68,7 +68,7 @@ def collect(
 
 
 def _sample(hosts: Sequence[str], host: str) -> tuple[str, ...]:
-    """Return the hosts that ``host`` must resolve: itself and the next ones. Several try each name."""
+    """Return the hosts whose names ``host`` must resolve: itself and the next hosts in the list."""
     at = hosts.index(host) if host in hosts else 0
     return tuple([*hosts, *hosts][at : at + min(len(hosts), _NAMES + 1)])
 
@@ -93,10 +93,10 @@ def examine(facts: Mapping[str, Facts], usage: Usage, names: Iterable[str] | Non
     Args:
         facts: Facts by host name.
         usage: What the hosts will be used for.
-        names: Names of the checks to apply. None applies all checks whose probes were run.
+        names: Names of the checks to apply. If None, all checks whose probes were run are applied.
     """
     hosts = {name: HostFacts(known, usage.slots.get(name, 0)) for name, known in facts.items()}
-    merged: dict[Result, list[str]] = {}  # results that differ only in their hosts
+    merged: dict[Result, list[str]] = {}  # hosts by result: merges results that differ only in their hosts
     for check in CHECKS.values():
         if names is None or check.name in names:
             for result in _compared(check, hosts) if check.compares else _each(check, hosts):
@@ -122,7 +122,7 @@ def _compared(check: Check, hosts: Hosts) -> Iterable[Result]:
 
 
 def _failure(check: Check, host: HostFacts) -> str | None:
-    """Return why a probe needed by the check failed, "" if one was not run, None if all succeeded."""
+    """Return why a probe that the check needs failed, "" if one was not run, or None if all succeeded."""
     for probe in check.needs:
         if probe not in host.facts:
             return ""

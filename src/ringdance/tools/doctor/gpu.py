@@ -103,7 +103,7 @@ def _driver(host: HostFacts) -> Finding | None:
     present = max(gpus["on_bus"], gpus["devices"])
     if smi["missing"] and present:
         return Finding(
-            f"{counted(present, 'GPU')}, but no nvidia-smi",
+            f"{counted(present, 'GPU')}, but nvidia-smi is missing",
             "install the NVIDIA driver (in a container: docker run --gpus all; Kubernetes: resources.limits "
             "nvidia.com/gpu)",
         )

@@ -19,7 +19,7 @@ def leftovers_facts(usage: Usage) -> dict[str, Any]:
 
 
 def _find_orphans(table: dict[int, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return processes started by a job whose nearest ancestor without the job's marker is init."""
+    """Return processes that have a job's marker and whose nearest ancestor without this marker is init."""
     jobs = linux.marked_processes()
     orphans = []
     for pid, job in jobs.items():

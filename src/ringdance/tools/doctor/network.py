@@ -50,7 +50,7 @@ def network_facts(usage: Usage) -> dict[str, Any]:
 
 
 def resolve(name: str) -> list[str]:
-    """Return the addresses that a name resolves to, an empty list if it does not resolve."""
+    """Return the addresses that a name resolves to, or an empty list if it does not resolve."""
     try:
         return sorted({str(entry[4][0]) for entry in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)})
     except (OSError, UnicodeError):
@@ -162,8 +162,8 @@ CHECKS = (
           "interfaces in variables for NCCL, Gloo or Open MPI must exist",
           _interface_named, ("network", "environment")),
     Check("names-agree", "network", ERROR,
-          "hosts must resolve each other's names to the same address. Each host resolves the 16 hosts after "
-          "it in the list",
+          "hosts must resolve each other's names to the same address. Each host resolves the names of the 16 "
+          "hosts after it in the list",
           _names_agree, compares=True),
     Check("same-mtu", "network", WARNING,
           "the same MTU on all hosts of a network: otherwise small packets pass but large ones vanish, and "

@@ -1,4 +1,4 @@
-"""Quick checks before a job starts. The agents started for the job also run the probes."""
+"""Quick checks before a job starts. The probes are run by the agents that were started for the job."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ringdance.launch.prepare import PreparedJob
 
 _PROBES_S, _CONNECT_S = 30.0, 20.0
-# Checks whose problems are only warnings here. Either the launcher does not depend on them (host names may
+# Checks whose errors are only warnings here. Either the launcher does not depend on them (host names may
 # be aliases that only ssh resolves, output is written on the launcher's host, and the launcher's directories
 # have short paths), or they may be intentional (a user's own module).
 _WARNINGS = frozenset(

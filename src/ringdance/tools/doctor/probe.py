@@ -26,7 +26,7 @@ QUICK = {
 }
 """Fast probes, each with the module that defines its ``NAME_facts``. Each takes a few seconds at most."""
 PROBES = {**QUICK, "frameworks": "gpu", "world": "mpi"}
-"""All probes: also the slower ones, which import frameworks in separate processes or start ranks."""
+"""All probes, including the slower ones, which import frameworks in separate processes or start ranks."""
 
 
 def collect(probes: Iterable[str], usage: Usage, seconds: float) -> dict[str, Any]:
@@ -38,7 +38,7 @@ def collect(probes: Iterable[str], usage: Usage, seconds: float) -> dict[str, An
             # Imported here so that a missing dependency of one module does not affect other probes.
             module = importlib.import_module(f"ringdance.tools.doctor.{PROBES[name]}")
             facts[name] = getattr(module, f"{name}_facts")(usage)
-        except Exception as error:  # expect anything: the machine may be broken
+        except Exception as error:  # any kind of error: the machine may be broken
             facts[name] = {"failed": f"{type(error).__name__}: {error}"}
 
     threads = {name: threading.Thread(target=run_probe, args=(name,), daemon=True) for name in probes}

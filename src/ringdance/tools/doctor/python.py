@@ -47,7 +47,7 @@ def python_facts(usage: Usage) -> dict[str, Any]:
 
 
 def _version(name: str) -> str:
-    """Return the version of a distribution, "" if it is not installed."""
+    """Return the version of a distribution, or "" if it is not installed."""
     try:
         return importlib.metadata.version(name) or "unknown"
     except importlib.metadata.PackageNotFoundError:
@@ -147,7 +147,7 @@ CHECKS = (
           _horovod),
     Check("shadowed-modules", "python", ERROR,
           "files in the working directory or PYTHONPATH that are imported in place of libraries, such as "
-          "torch.py, random.py", _shadowed),
+          "torch.py or random.py", _shadowed),
     Check("user-site", "python", WARNING, "libraries in ~/.local that hide the environment's",
           limit("no library in ~/.local hides one of the environment's",
                 lambda host: host["python"]["user_site"],

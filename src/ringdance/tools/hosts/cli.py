@@ -31,8 +31,8 @@ the hosts need passwordless ssh and this Python environment at the same path.
 
 Each file is written under a temporary name, checked (SHA-256) and then renamed, so it is complete or absent.
 Run the same command again to resume an interrupted copy. Nothing is removed on the hosts. This machine sends
-the data once, over ssh. The hosts forward them to each other over TCP, which is not encrypted. With --direct,
-this machine sends to each host over ssh instead.
+the data once, over ssh. The hosts forward it to each other over TCP, which is not encrypted. With --direct,
+this machine sends the data to each host over ssh instead.
 
 exit code: 0 if the copy is complete on all hosts, otherwise 1"""
 

@@ -1,10 +1,10 @@
 """Copy files from this machine to several hosts, which forward them to each other in a chain.
 
-This machine sends each byte only once, no matter how many hosts there are. Each host writes the data it
-receives and forwards them at the same time. Data that a host already has are not sent. If a host cannot be
-reached from its predecessor in the chain, or the connection is lost, this machine sends to the host directly
-and resumes where the transfer stopped. The receiving side is ``host/copy/receive.py``, which also documents
-the messages.
+This machine sends each byte only once, no matter how many hosts there are. Each host writes the data that it
+receives and forwards it at the same time. Data that a host already has is not sent again. If the predecessor
+of a host in the chain cannot connect to it or loses the connection, this machine sends to the host directly
+and resumes where the transfer stopped. ``host/copy/receive.py`` contains the receiving side and documents the
+messages.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Outcome:
     """The result of the copy on one host.
 
     Attributes:
-        problem: Reason for giving up on the host, or "".
+        problem: Reason why the copy to this host was given up, or "" if it was not.
         bad: Problems with individual files.
         files: Number of files written.
         there: Number of files that were already up to date.
@@ -60,7 +60,7 @@ class _State:
     """The state of a host in the current round.
 
     Attributes:
-        have: Number of bytes of each file that the host already has, -1 for a complete file.
+        have: Number of bytes that the host already has of each file, or -1 if it has the complete file.
         open: Files for which the host has not reported a result yet.
         done: Total number of bytes that the host has.
         again: True if the host needs another round.

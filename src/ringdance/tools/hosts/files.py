@@ -103,7 +103,7 @@ def _walk(top: str, checksum: bool, skipped: list[str], below: str = "") -> Iter
 
 
 def _file(path: str, source: str, found: os.stat_result, checksum: bool) -> Entry:
-    with open(source, "rb") as file:  # fail before the copy starts if unreadable
+    with open(source, "rb") as file:  # fails before the copy starts if the file is unreadable
         digest = hashlib.file_digest(file, "sha256").hexdigest() if checksum else ""
     mode = stat.S_IMODE(found.st_mode) & 0o777
     return Entry(path, "file", found.st_size, mode, found.st_mtime_ns, digest, source)

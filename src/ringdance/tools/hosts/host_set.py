@@ -27,7 +27,7 @@ Event = tuple[str, dict[str, Any] | None, bytes]
 
 
 def _print(text: str) -> None:
-    print(f"ringdance: {text}", file=sys.stderr, flush=True)  # names no command, because several use this
+    print(f"ringdance: {text}", file=sys.stderr, flush=True)  # several commands use this
 
 
 @dataclass
@@ -35,10 +35,10 @@ class HostSet:
     """Hosts with their slots, in the order given, and the agents on them.
 
     Attributes:
-        slots: Number of slots by host name, 0 if not specified.
+        slots: Number of slots by host name. 0 if not specified.
         shell: Remote shell for reaching the hosts.
         agents: Agents by host name, for the hosts that answered.
-        problems: Reasons why hosts cannot be used, by host name. Includes hosts lost later.
+        problems: Reasons why hosts cannot be used, by host name. Includes hosts that were lost later.
     """
 
     slots: dict[str, int]
@@ -57,7 +57,7 @@ class HostSet:
         return [host for host in self.agents if host not in self.problems]
 
     def connect(self, timeout: float, log: Callable[[str], None] = _print) -> None:
-        """Start the missing agents in parallel. Adds hosts that cannot be used to ``problems``.
+        """Start the missing agents in parallel. Hosts that cannot be used are added to ``problems``.
 
         Args:
             timeout: Seconds to wait for a host to answer.
@@ -79,7 +79,7 @@ class HostSet:
             self.agents[host].frames.send(dict(message), payload)
 
     def unsent(self, host: str) -> int:
-        """Return the number of bytes queued for a host, 0 if it is lost."""
+        """Return the number of bytes queued for a host, or 0 if the host is lost."""
         return 0 if host in self.problems else self.agents[host].frames.unsent
 
     def step(self, timeout: float) -> list[Event]:
@@ -122,7 +122,7 @@ class HostSet:
         """Send a message to each host and wait for the answers. All messages must have the same task.
 
         Returns:
-            The answers by host. The value of "problem" is "" on success.
+            The answers by host. Each contains "problem", which is "" on success.
         """
         answers: dict[str, dict[str, Any]] = {
             host: {"problem": str(self.problems[host])} for host in messages if host in self.problems

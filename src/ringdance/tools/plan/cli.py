@@ -32,9 +32,9 @@ examples:
   ringdance run -np 4 --output-filename logs python train.py
   ringdance plan --from logs --batch 32 --instance mine.toml --np 4,8,16          are more hosts worth it?
 
-mine.toml has lines such as `cores = 32`. It needs cores and gbits, and can have gpus, gpu, nvlink (GB/s per
-GPU), rdma (true or false), tcp_gbits (maximum that NCCL reaches over TCP), price (dollars per hour) and as_of
-(date of the price). A plan ends with its assumptions.
+mine.toml has lines such as `cores = 32`. cores and gbits are required. gpus, gpu, nvlink (GB/s per GPU), rdma
+(true or false), tcp_gbits (maximum that NCCL reaches over TCP), price (dollars per hour) and as_of (date of
+the price) are optional. Each plan ends with a list of its assumptions.
 """
 _HOURS = {"h": 1.0, "m": 1 / 60, "min": 1 / 60, "s": 1 / 3600, "d": 24.0}
 _MOST, _FAR = 512, 64  # maximum number of hosts; multiple of the measured ranks above which to warn
@@ -66,13 +66,13 @@ def _parser() -> Parser:
     add("--images-per-second", type=number, metavar="R", help=text)
     add("--of", type=positive, default=1, metavar="N", help="ranks that reach the rate together (default: 1)")
     add("--batch", type=positive, metavar="N", help="samples per rank and step (default: the model's)")
-    text = f"input comes from memory; from files, GPU hosts deviate by {planner.HOST_SPREAD}"
+    text = f"input comes from memory; if read from files, GPU hosts' steps deviate by {planner.HOST_SPREAD}"
     add("--synthetic", action="store_true", help=text)
     text = f"machine to plan for: a .toml file or one of {', '.join(instances())}"
     add("--instance", required=True, metavar="NAME|FILE", help=text)
     text = "numbers of ranks (default: those that fill 1, 2, 4, ... up to 32 machines)"
     add("--np", "-np", type=counts, metavar="N,N", help=text)
-    text = "ranks per machine (default: its GPUs, or as many as there are cores for)"
+    text = "ranks per machine (default: its GPUs, or as many as its cores allow)"
     add("--ranks-per-host", type=positive, default=0, metavar="N", help=text)
     add("--gbits", type=number, metavar="G", help="network bandwidth in Gbit/s instead of the machine's")
     kinds = ("float32", "float16", "bfloat16")
@@ -80,7 +80,7 @@ def _parser() -> Parser:
     add("--samples", type=positive, default=0, metavar="N", help="samples per epoch (default: the model's)")
     how, goal = (parser.add_mutually_exclusive_group() for _ in range(2))
     how.add_argument("--epochs", type=number, default=0.0, metavar="N", help="number of epochs to train")
-    text = "train as many epochs as the batch size needs according to MLPerf's reference points"
+    text = "train to accuracy A; MLPerf's reference points define how many epochs a batch size needs"
     how.add_argument("--to-accuracy", type=number, metavar="A", help=text)
     add("--price", type=number, metavar="P", help="dollars per hour for a machine")
     text = "find the fewest machines that finish in time T, such as 2h or 90m"
@@ -122,7 +122,7 @@ def _plan(given: argparse.Namespace) -> int:
         )
         verdict = _verdict(best, list(tried.values()), given)
         if best and best.ranks > _FAR * load.ranks:
-            verdict += f" That is {best.ranks / load.ranks:,.0f} times the measured ranks: measure on more."
+            verdict += f" That is {best.ranks / load.ranks:,.0f} times the ranks measured. Measure on more."
     rounded = [(count, row) for count, row in zip(ranks, rows, strict=True) if count != row.ranks]
     assumed = assumptions(load, on, options, rounded)
     if given.json:
@@ -152,7 +152,7 @@ def _load(given: argparse.Namespace, on: Instance, options: PlanOptions) -> tupl
             "measure it with `ringdance bench train --output bench.json`, and pass --from bench.json"
         )
     elif not rate:
-        raise LaunchError("--model needs the rate of one rank, or of --of N together: --images-per-second R")
+        raise LaunchError("--model needs a rate: --images-per-second R (of N ranks together: --of N)")
     else:
         model = known[given.model]
         load = planner.from_model(model, rate, given.batch or model.batch, on, options, given.of)
@@ -224,8 +224,8 @@ def assumptions(
     """List a plan's assumptions as sentences.
 
     Args:
-        load: The step.
-        on: The kind of machine.
+        load: The training step.
+        on: The machine type.
         options: Options of the plan.
         rounded: Requested numbers of ranks that do not fill whole machines, each with the row used instead.
     """
@@ -281,11 +281,11 @@ def _verdict(best: Row | None, tried: Sequence[Row], given: argparse.Namespace) 
         return f"No advice: a batch of {tried[0].batch:,} is beyond the reference points."
     row = min(known, key=lambda row: (row.hours if given.deadline else row.money) or 0.0)
     nearest = f"{_cell(row.hours)} hours" + (f" and ${_cell(row.money)}" if row.money else "")
-    return f"No plan with up to {_MOST} hosts meets {limit}. The nearest has {row.hosts}, with {nearest}."
+    return f"No plan with up to {_MOST} hosts meets {limit}. The closest uses {row.hosts} hosts: {nearest}."
 
 
 def _hours(text: str) -> float:
     match = re.fullmatch(r"(\d{1,6}(?:\.\d+)?)(h|min|m|s|d)", text)
     if not match or not float(match[1]):
-        raise argparse.ArgumentTypeError(f"{text} is not a time. Use for example 2h, 90m or 1.5d")
+        raise argparse.ArgumentTypeError(f"'{text}' is not a duration. Use for example 2h, 90m or 1.5d")
     return float(match[1]) * _HOURS[match[2]]

@@ -34,8 +34,8 @@ class Machine:
         chunk_seconds: Core time for each collective or synchronization of a chunk that a rank starts.
         round_seconds: Core time for each round of agreement.
         ranks_per_core: Number of ranks that share a core.
-        turn: Seconds that each additional rank on a core adds to a step. Limited to a quarter of the step's
-            computation.
+        turn: Seconds that each additional rank on a core adds to a step. Limited to a quarter of the
+            computation time per step.
     """
 
     bandwidth: float
@@ -90,7 +90,7 @@ class Core:
 
     Attributes:
         now: The rank's simulated time in seconds. The core has been busy or waiting up to this time.
-        calls: Name and bytes of each collective that was started between hosts.
+        calls: Name and size in bytes of each collective that was started between hosts.
     """
 
     machine: Machine
@@ -102,7 +102,7 @@ class Core:
     program: Program | None = None
 
     def spend(self, seconds: float) -> None:
-        """Keep the core busy for some seconds."""
+        """Keep the core busy for the given number of seconds."""
         self.now += seconds * self.machine.ranks_per_core
 
     def move(self, nbytes: int) -> None:
@@ -159,7 +159,7 @@ class Traced(np.ndarray[Any, Any]):
         return result
 
     def astype(self, dtype: Any, *_: Any, **__: Any) -> Any:
-        """Return an array of another dtype."""
+        """Return an array with the given dtype."""
         made = traced(np.empty(self.shape, dtype), self.core)
         made._moved()
         return made

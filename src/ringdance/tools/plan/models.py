@@ -25,9 +25,9 @@ class KnownModel:
 
     Attributes:
         batch: Samples per rank and step for which rates are published.
-        samples: Samples in the training set that is commonly used. 0 if no such set exists.
+        samples: Number of samples in the training set commonly used for the model. 0 if no such set exists.
         forward: Share of a step that the forward pass takes.
-        tensors: Elements of each parameter, and the number of positions it is applied to, as in models.toml.
+        tensors: Number of elements and positions of each parameter, in the format of models.toml.
     """
 
     name: str
@@ -38,7 +38,7 @@ class KnownModel:
 
     @property
     def parameters(self) -> list[tuple[int, int]]:
-        """Elements and positions of each parameter, in forward order. 0 positions mean no multiplication."""
+        """Number of elements and positions (0 if not multiplied) of each parameter, in forward order."""
         words = list[str]()
         for row in self.tensors.strip().splitlines():
             times, _, tensors = row.rpartition(":")
@@ -64,7 +64,7 @@ def models() -> dict[str, KnownModel]:
 
 @dataclass(frozen=True)
 class Curve:
-    """The number of epochs that a batch size needs to reach an accuracy.
+    """The number of epochs needed to reach an accuracy, by batch size.
 
     Attributes:
         target: Accuracy to reach.
@@ -80,8 +80,8 @@ class Curve:
     def epochs(self, batch: int) -> float | None:
         """Return the number of epochs for a batch size, or None if it exceeds the largest reference point.
 
-        Between two reference points, epochs are interpolated over the logarithm of the batch size. Smaller
-        batches than the smallest reference point need as many epochs as that point.
+        Between reference points, the number of epochs is interpolated over the logarithm of the batch size.
+        Batches smaller than the smallest reference point need as many epochs as that point.
         """
         batches, epochs = zip(*self.points, strict=True)
         if batch > batches[-1]:
@@ -104,7 +104,7 @@ def curve(model: str, target: float) -> Curve:
     if known_curve is None or known_curve.target != target:
         known = " and ".join(f"{entry.target:g} of {entry.model}" for entry in curves().values())
         raise LaunchError(
-            f"--to-accuracy {target:g}: the epochs that {model} needs are not known, because MLPerf has "
+            f"--to-accuracy {target:g}: the number of epochs for {model} is not known, because MLPerf has "
             f"reference points only for {known}. Use --epochs instead"
         )
     return known_curve

@@ -132,7 +132,7 @@ class Group:
     early: dict[tuple[int, int], list[float]] = field(default_factory=dict)
 
     def arrive(self, number: int, member: int, time: float) -> None:
-        """Deliver a part of a member's ``number``-th collective, which it may not have started yet."""
+        """Deliver a part of a member's ``number``-th collective. The member may not have started it yet."""
         if (number, member) in self.pending:
             self.pending[number, member].arrived(time)
         else:

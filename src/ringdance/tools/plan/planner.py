@@ -84,7 +84,7 @@ class PlanOptions:
         ranks_per_host: Ranks per host. 0 means one per GPU, or as many as the cores allow.
         wire: Data type in which gradients are sent.
         samples: Samples per epoch. 0 if not known.
-        epochs: Number of epochs to train. 0 to take it from the curve.
+        epochs: Number of epochs to train. 0 means that the curve determines it.
         curve: Number of epochs needed, by batch size.
         host_spread: Standard deviation of a host's step time, as a share of the step. All ranks on a host
             deviate together.
@@ -101,8 +101,8 @@ class PlanOptions:
         """Return the number of ranks per machine. Raises LaunchError if it exceeds the number of GPUs."""
         if not load.cores and 0 < on.gpus < self.ranks_per_host:
             raise LaunchError(
-                f"--ranks-per-host {self.ranks_per_host}: {on.name} has {on.gpus} GPUs, one for each rank. "
-                f"Use at most {on.gpus}. For more ranks, add machines with --np"
+                f"--ranks-per-host {self.ranks_per_host}: {on.name} has {on.gpus} GPUs, and each rank needs "
+                f"one. Use at most {on.gpus}. For more ranks, add machines with --np"
             )
         return self.ranks_per_host or on.gpus or max(1, int(on.cores / max(load.cores, 1e-9)))
 
@@ -139,7 +139,7 @@ def from_model(
         model: Model to train.
         rate: Total samples per second on ``of`` ranks.
         batch: Samples per rank and step.
-        on: Kind of machine.
+        on: Machine type.
         options: Options of the plan. Only the ranks per host and the data type on the wire are used.
         of: Number of ranks that reached this rate.
     """
@@ -172,7 +172,7 @@ def reached(load: Workload, seconds: float, on: Instance, options: PlanOptions) 
     raise LaunchError(
         f"{load.batch * load.ranks / seconds:,.5g} samples/s on {load.ranks} ranks mean {seconds:.3g} s per "
         f"step, but on {on.name} its exchanges alone take {prediction.exposed_seconds:.3g} s. Pass a rate "
-        "of fewer ranks, the data type sent (--wire) or the bandwidth of the network used (--gbits)"
+        "on fewer ranks, the data type sent (--wire) or the bandwidth of the network used (--gbits)"
     )
 
 
@@ -256,11 +256,11 @@ def _preference(row: dict[str, Any]) -> tuple[bool, int, int]:
 
 
 def machine(load: Workload, on: Instance, per_host: int) -> Machine:
-    """Return the simulated machine for a step's exchanges.
+    """Return the simulated machine for the exchanges in a step.
 
     Args:
-        load: The step.
-        on: The kind of machine.
+        load: The training step.
+        on: The machine type.
         per_host: Ranks per machine.
     """
     bandwidth = on.gbits / 8 * 1e9
@@ -274,7 +274,7 @@ def machine(load: Workload, on: Instance, per_host: int) -> Machine:
 
 
 def predict(load: Workload, on: Instance, ranks: int, options: PlanOptions) -> Row:
-    """Predict a training run on ``ranks`` ranks. If they do not fill a machine, it is only partly used.
+    """Predict a training run on ``ranks`` ranks. If they do not fill one machine, it is only partly used.
 
     All ranks wait for the slowest one, so the step is simulated at the slowest rank's pace.
     """
@@ -300,7 +300,7 @@ def predict(load: Workload, on: Instance, ranks: int, options: PlanOptions) -> R
 def choose(
     row_of: Callable[[int], Row], most: int, deadline: float = 0.0, budget: float = 0.0
 ) -> tuple[Row | None, dict[int, Row]]:
-    """Find the smallest number of hosts that meets a deadline, or the fastest number within a budget.
+    """Find the smallest number of hosts that meets a deadline, or the number that is fastest within a budget.
 
     Args:
         row_of: Returns the prediction for a number of hosts.

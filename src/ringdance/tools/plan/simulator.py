@@ -2,9 +2,9 @@
 
 ``simulate`` runs the same operations as the engine in a step, but on a simulated clock instead of a network.
 Gradients become ready while the rank computes, negotiation rounds start, requests are grouped into batches,
-and batches are exchanged. All this uses the functions in ``ringdance.core``, so predictions follow changes to
-the engine. The simulation ignores packet loss, congestion in the network's core (only the ranks on a host
-share a link), and the fact that MPI makes progress only while it is called.
+and batches are exchanged. All of this uses the functions in ``ringdance.core``, so predictions reflect
+changes to the engine. The simulation ignores packet loss, congestion in the network's core (only the ranks on
+a host share a link), and the fact that MPI only makes progress while one of its functions is called.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = ["Gradients", "Machine", "Step", "expected_largest", "simulate"]
 
 _MOST_RANKS = 1_000_000
 Gradients = Sequence[tuple[int, float]]
-"""Float32 bytes of each gradient, and seconds from the start of the step until backward has computed it."""
+"""For each gradient: bytes as float32, and seconds from the start of the step until it is computed."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Step:
         sent_bytes: Bytes sent to other hosts by the host that sends the most.
         messages: Messages that this host sends to other hosts.
         rounds: Number of negotiation rounds.
-        calls: Name and bytes of each collective between hosts that rank 0 takes part in.
+        calls: Name and size in bytes of each collective between hosts in which rank 0 takes part.
     """
 
     seconds: float
@@ -205,5 +205,5 @@ class _Job:
         count = description.shapes[0][0]
         view: Array = traced(self.memory[: count * dtype.itemsize].view(dtype), core)
         if self.dtype != "float32":
-            core.move(2 * view.nbytes)  # conversion to the wire's type and back
+            core.move(2 * view.nbytes)  # conversion to the wire dtype and back
         return Request(description, (view,), (view,))

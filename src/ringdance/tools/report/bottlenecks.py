@@ -31,8 +31,8 @@ class Limit:
 def judge(run: RunMetrics, uneven: float = 0.0) -> Limit:
     """Determine what limits a run.
 
-    The time that the slowest rank waits counts as communication. Any additional waiting on other ranks is
-    skew. The remaining time is computation or waiting for input.
+    The time that the slowest rank waits counts as communication. Any additional time that the other ranks
+    wait counts as skew. The remaining time is computation or waiting for input.
 
     Args:
         run: Metrics of the run.
@@ -46,7 +46,7 @@ def judge(run: RunMetrics, uneven: float = 0.0) -> Limit:
     evidence = _evidence(run, communication, uneven, own)
     taken, host = max(((run.taken(h), h) for h in run.hosts if run.in_use(h) > judging.BUSY), default=(0, ""))
     skewed = run.size > 1 and skew >= max(judging.WORTH, communication)
-    # The ranks wait for something other than a core, such as their input.
+    # True if the ranks wait for something other than a core, such as their input.
     waits = all(_used(rank) < judging.NO_CORES for rank in ([run.slowest] if skewed else run.ranks))
     if taken >= judging.TAKEN and not (waits and (skewed or max(communication, uneven) < judging.WORTH)):
         return Limit(
@@ -69,14 +69,14 @@ def judge(run: RunMetrics, uneven: float = 0.0) -> Limit:
     idle = cores / max(own, judging.LEAST) < enough
     if run.gpu < judging.IDLE_GPU * own if run.gpu is not None else idle:
         also = again = ""
-        if taken >= judging.TAKEN:  # ranks that wait for a core look idle, too
+        if taken >= judging.TAKEN:  # ranks that wait for a core also look idle
             also = f" Or they wait for cores: other programs use {taken:.0%} of the cores of {host}."
             again = "Run it again without these programs. If the ranks still barely compute: "
         return Limit(
             "input", f"Ranks barely wait for exchanges or for each other, yet they barely compute.{also}",
             f"{again}Load data in parallel with training: use more data loader workers, prefetching, or a "
             "local disk. Measure the loader alone. It must deliver more than "
-            f"{run.steps_per_second:.3g} batches per second. Before that, more ranks do not help.", evidence,
+            f"{run.steps_per_second:.3g} batches per second. Until then, more ranks do not help.", evidence,
         )  # fmt: skip
     return Limit("computation", "Ranks compute most of the time.", _scale(run, evidence), evidence)
 
@@ -156,4 +156,7 @@ def _scale(run: RunMetrics, evidence: list[str]) -> str:
         "to more hosts." if run.gpu is None
         else "use a larger batch, or more workers in the data loader. Then scale out to more ranks."
     )  # fmt: skip
-    return f"First scale up: they can do up to {1 / max(used, 0.01):.1f} times as much. To use them, {how}"
+    return (
+        f"First scale up: the hardware can do up to {1 / max(used, 0.01):.1f} times as much. "
+        f"To use it, {how}"
+    )

@@ -21,11 +21,11 @@ examples:
   ringdance run -np 4 --output-filename logs python train.py           write the run's metrics to logs
   ringdance report logs -o report.html                                 print what limits it and write the page
   ringdance run -np 4 --output-filename logs --timeline logs/timeline.json python train.py
-  ringdance report logs                                                with a part about the timeline
+  ringdance report logs                                                with a section about the timeline
   ringdance report one two four --batch-size 32 -o scaling.html        speed by number of ranks
-  ringdance report logs --json                                         what limits it, for programs
+  ringdance report logs --json                                         print the result as JSON
 
-Short runs need more frequent samples: RINGDANCE_METRICS_INTERVAL=1. The page is a single, complete file.
+Short runs need more frequent samples: RINGDANCE_METRICS_INTERVAL=1. The page is one self-contained file.
 """
 _TIMELINES = ("timeline.json", "*timeline*.json")
 

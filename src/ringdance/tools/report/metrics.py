@@ -31,7 +31,7 @@ class Rank:
 
     Attributes:
         rows: Samples in chronological order.
-        steps: Number of steps measured: those between the first sample after a step and the last sample.
+        steps: Number of steps measured, from the first sample that follows a step to the last sample.
         step_seconds: Mean seconds per step.
         exposed: Share of the time in which training waited for exchanges.
         training: Samples from the first step, which is not measured, up to the last step.
@@ -72,7 +72,7 @@ class Rank:
         )  # fmt: skip
 
     def rates(self) -> list[tuple[float, float]]:
-        """Return pairs of Unix time and steps per second. Short intervals, as at the end, are merged."""
+        """Return pairs of Unix time and steps per second. Merges short intervals, such as the last one."""
         points = [(float(row.get("last_step_time") or row["time"]), row["steps"]) for row in self.rows]
         lengths = [b - a for (a, _), (b, _) in itertools.pairwise(points) if b > a]
         chosen = points[:1]
@@ -145,7 +145,7 @@ class RunMetrics:
 
 
 def _read(file: Path) -> Iterator[Row]:
-    """Yield the samples in a file. Reports truncated lines, for example after a full disk, on stderr."""
+    """Yield the samples in a file. Reports truncated lines, which a full disk can cause, on stderr."""
     for number, line in enumerate(read_regular(file).splitlines(), 1):
         try:
             row = json.loads(line)

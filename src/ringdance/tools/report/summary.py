@@ -55,7 +55,7 @@ class Cover:
         return np.interp(times, self._edges, self._lengths)
 
     def within(self, times: Sequence[float] | Array, other: Cover | None = None) -> Array:
-        """Return the covered time between successive times. With ``other``, only time that both cover."""
+        """Return the covered time between successive times, or only the time that ``other`` also covers."""
         covered = self.until(times)
         if other is not None:  # |A and B| = |A| + |B| - |A or B|
             covered = covered + other.until(times) - Cover([*self.spans, *other.spans]).until(times)
@@ -138,7 +138,7 @@ def ranks_of(trace: Trace) -> list[RankTimes]:
     ranks = []
     for pid, match in matches.items():
         own = sorted(marks[pid], key=lambda mark: mark[1])
-        if len(own) > 1:  # the first step starts before the file, or includes one-time work
+        if len(own) > 1:  # the first step began before the file, or includes one-time work
             times, numbers = [at for _, at in own], [number for number, _ in own[1:]]
         else:
             times, numbers = list(window), [0]
@@ -214,7 +214,7 @@ def _steps(ranks: list[RankTimes]) -> list[dict[str, Any]]:
 
 
 def _sentence(steps: Sequence[dict[str, Any]], hosts: Mapping[int, str]) -> str:
-    """Describe in a sentence what a step waits for. Returns "" if the timeline does not contain any steps."""
+    """Return a sentence about what a step waits for, or "" if the timeline does not contain any steps."""
     if not steps:
         return ""
     whole, exposed = (fmean([row[key] for row in steps]) for key in ("seconds", "exposed_seconds"))

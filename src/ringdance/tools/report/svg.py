@@ -57,7 +57,7 @@ def lines(title: str, series: Mapping[str, Line], x_unit: str, y_unit: str, top:
         series: Points of each line, by name.
         x_unit: Unit of the x axis.
         y_unit: Unit of the y axis.
-        top: Smallest allowed upper end of the y axis.
+        top: Minimum for the upper end of the y axis.
     """
     colours = {name: number % 8 for number, name in enumerate(series, _FREE)}
     highest = max(top, *(y for line in series.values() for _, y in line))

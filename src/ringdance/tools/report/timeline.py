@@ -21,14 +21,15 @@ examples:
   ringdance run -np 4 --timeline t.json python train.py      write a timeline
   ringdance timeline t.json                                  show where the time of a step goes
   ringdance timeline t.json --steps 50                       show a row for each of the last 50 steps
-  ringdance timeline t.json --json | jq '.ranks[0]'          print the slowest rank, in seconds
+  ringdance timeline t.json --json | jq '.ranks[0]'          print the slowest rank's times, in seconds
 
 Files may be complete or left by a killed job. Steps are those that optimizers or
 hvd.mark_step() have marked. Without marks, the summary covers the whole file.
 
-between: between exchanges, when the rank computes, loads or sleeps. exposed: training waits for results. Its
-parts are negotiate, until all ranks have submitted; data, until the other ranks' parts have arrived; copying;
-reducing; and other, the rest of an exchange. hidden: exchanging while the rank computes.
+between: time between exchanges, in which the rank computes, loads or sleeps. exposed: time in which training
+waits for results. Its parts are negotiate, until all ranks have submitted; data, until the data from the
+other ranks has arrived; copying; reducing; and other, the rest of an exchange. hidden: time in which batches
+are exchanged while the rank computes.
 """
 
 _COLUMNS = {key: key.replace("_", " ").removeprefix("wait for ") for key in (

@@ -1,4 +1,4 @@
-"""Read a timeline in Chrome's JSON trace format. Truncated files can be read, too."""
+"""Read a timeline in Chrome's JSON trace format. Truncated files can also be read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Key = tuple[int, int]
 Span = tuple[str, float, float]
 """Name, start and end. Times are in seconds."""
 
-_LINES = 20_000  # lines to parse at once
+_LINES = 20_000  # lines to parse at a time
 
 
 class Trace:
@@ -52,7 +52,7 @@ def load(path: Path) -> Trace:
         if isinstance(error, json.JSONDecodeError):
             place = f", line {error.lineno}"
         raise LaunchError(
-            f"{path}{place} is not a timeline: it is not Chrome's JSON. Pass a file that "
+            f"{path}{place} is not a timeline: it is not in Chrome's JSON format. Pass a file that "
             "`ringdance run --timeline FILE` has written"
         ) from None
     if not trace.processes:

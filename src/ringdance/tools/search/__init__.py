@@ -11,7 +11,7 @@ import os
 from ringdance.settings.names import RANK_NAMES
 
 REPORT = "RINGDANCE_SEARCH_REPORT"
-"""Variable with the path of the file to which a trial reports."""
+"""Environment variable that contains the path of the file to which a trial writes its reports."""
 STOP = ".stop"
 """Suffix of the file, next to the reports, that asks a trial to end."""
 
@@ -39,7 +39,7 @@ def report(value: float, step: int | None = None) -> None:
         with open(target, "a") as file:
             file.write(line + "\n")
     except FileNotFoundError:
-        text = f"{os.path.dirname(target)} is not on {os.uname().nodename}, where this rank runs. Pass "
-        raise FileNotFoundError(f"{text}`ringdance search` a --study that all hosts share") from None
+        text = f"{os.path.dirname(target)} is missing on {os.uname().nodename}, where this rank runs. Run "
+        raise FileNotFoundError(f"{text}`ringdance search` with a --study that all hosts share") from None
     if os.path.exists(target + STOP):
         raise SystemExit("ringdance search: this trial is pruned")

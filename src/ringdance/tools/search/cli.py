@@ -53,8 +53,8 @@ def _parser() -> argparse.ArgumentParser:
     made = Parser(prog="ringdance search", usage=usage, description=text, epilog=f"{commands}\n{_EXAMPLE}")
     add = made.add_argument
     add("space", metavar="SPACE.yaml", type=Path, help="parameters, objective, sampler and pruner")
-    add("--study", type=Path, metavar="DIR", help="directory of the results (default: SPACE.search)")
-    text = "start each trial with `ringdance run` and N ranks (default: one process, without it)"
+    add("--study", type=Path, metavar="DIR", help="directory for the results (default: SPACE.search)")
+    text = "start each trial with `ringdance run` and N ranks (default: one process without it)"
     add("--ranks-per-trial", type=positive, metavar="N", help=text)
     text = "seconds for trials to exit after Ctrl-C or pruning (default: 30); a second Ctrl-C kills them"
     add("--grace", type=number, default=30.0, metavar="S", help=text)

@@ -33,7 +33,7 @@ _POLL_S = 0.1
 _STOP_S = 5.0  # time for a pruned trial to reach its next report and exit there
 _ALONE_S = 1.0  # time for processes to exit after the trial's main process has exited
 MARK = "RINGDANCE_SEARCH_TRIAL"
-"""Variable that all processes of a trial inherit. Its value is the trial's directory."""
+"""Environment variable that all processes of a trial inherit. Its value is the trial's directory."""
 _KILLED = 128 + signal.SIGKILL
 # Writes the exit code to a file, so that the result of a trial that outlives its searcher is not lost. The
 # trap keeps sh alive until the trial has exited. After a signal the code is always 143, because a trial that
@@ -46,7 +46,7 @@ Place = Sequence[tuple[str, int]]
 
 
 def places(hosts: HostList, ranks: int) -> list[Place]:
-    """Divide the slots into places with ``ranks`` slots each, on a single host if possible.
+    """Divide the slots into places of ``ranks`` slots. If possible, all slots of a place are on one host.
 
     Raises:
         LaunchError: There are too few slots for a single trial.
@@ -80,8 +80,8 @@ class Attempt:
         self._leader: subprocess.Popen[bytes] | None = None
 
     def start(self, command: Sequence[str], environ: Mapping[str, str]) -> None:
-        """Start the trial's processes in a new session, with their output going to the file ``log``."""
-        shutil.rmtree(self.directory, ignore_errors=True)  # left by an interrupted start
+        """Start the trial's processes in a new session. Their output is written to the file ``log``."""
+        shutil.rmtree(self.directory, ignore_errors=True)  # left behind by an interrupted start
         self.directory.mkdir(parents=True)
         (self.directory / "params.json").write_text(json.dumps(self.trial.params) + "\n")
         words, none = ["/bin/sh", "-c", _SHELL, str(self.exit), *command], subprocess.DEVNULL
@@ -92,7 +92,7 @@ class Attempt:
             )
 
     def code(self) -> int | None:
-        """Return the exit code, 128 + n if ended by signal n. Returns None while the trial is running."""
+        """Return the exit code, which is 128 + n after signal n, or None while the trial is running."""
         if self.exit.exists() and (text := self.exit.read_text().strip()):  # empty if the host crashed
             return int(text)
         return None if self._leader and self._leader.poll() is None else _KILLED
@@ -211,7 +211,7 @@ class Searcher:
         return pruned
 
     def _end(self, one: Attempt) -> None:
-        """End the trial's processes on this host, SIGTERM first. The launcher ends those on other hosts."""
+        """End the trial's processes on this host, first with SIGTERM. The launcher ends all others."""
         shells, until = [], time.monotonic() + self.grace
         for process in one.processes() if one.code() in (None, _KILLED) else []:
             with contextlib.suppress(psutil.Error, OSError):
@@ -232,7 +232,7 @@ class Searcher:
     def _finish(self, one: Attempt, left: bool = False) -> None:
         """Record how a trial ended. A killed trial is restarted once.
 
-        It is always restarted if its searcher was killed as well (``left``).
+        If its searcher was killed too (``left``), the trial is always restarted.
         """
         code, trial = one.code() or 0, one.trial
         self._passed_on(one, ended=True)
@@ -249,7 +249,7 @@ class Searcher:
             trial.set_user_attr("killed", not left)
             self._waiting.append(trial.number)
             return self._say(one, f"was killed and will start again: {reason}")
-        self._failed += bool(code or not one.reader.values)  # not NaN or inf, normal if lr is too high
+        self._failed += bool(code or not one.reader.values)  # NaN and inf are normal if lr is too high
         trial.set_user_attr("reason", reason)
         self.study.tell(trial, "FAIL")
         self._say(one, f"failed: {reason}")

@@ -76,7 +76,7 @@ class Space:
     pruner: Mapping[str, Any] = field(default_factory=lambda: {"name": "nop"})
 
     def definition(self) -> dict[str, Any]:
-        """Return the part that must stay the same for all trials in a study, in search file format."""
+        """Return the part that must stay the same for all trials in a study, as in a search file."""
         aim = {key: value for key, value in asdict(self.objective).items() if value}
         return {"parameters": {name: p.options for name, p in self.parameters.items()}, "objective": aim}
 
@@ -175,7 +175,7 @@ def as_text(value: Any) -> str:
 
 
 def value_group(line: str) -> int:
-    """Return the index of the group that matches the number, 0 if there is none.
+    """Return the index of the group that matches the number, or 0 if the pattern does not have such a group.
 
     This is the group ``value``, or else the first group other than ``step``.
     """

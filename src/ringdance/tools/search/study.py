@@ -73,7 +73,7 @@ class Study:
         except (ValueError, TypeError, LookupError, AssertionError, RecursionError) as error:
             raise LaunchError(f"{journal} is damaged or not from `ringdance search`: {error}") from None
         if (new := self.space.definition()) != definition:
-            text = f"{directory} belongs to another space: it was {definition}, and is now {new}"
+            text = f"{directory} belongs to another search space: {definition}, not {new}"
             raise LaunchError(f"{text}. Use --study DIRECTORY for a new study")
         if space:
             self._check(journal, list(command))
@@ -140,7 +140,7 @@ class Study:
         return self.study.best_trial if self.trials("COMPLETE") else None
 
     def trial(self, number: int | None = None) -> Trial:
-        """Return the trial with this number, or create one. Chooses parameters that are still missing."""
+        """Return the trial with this number, or a new one. Chooses values for parameters that have none."""
         # Each trial has its own random seed, so that neither a resumed search nor a search with the next seed
         # repeats the same random numbers.
         options = dict(self.space.sampler)

@@ -204,4 +204,4 @@ def test_gpus_on_the_bus_without_a_driver() -> None:
     device = "/sys/bus/pci/devices/0000:01:00.0"
     shell = f"mount -t tmpfs none /sys/bus; mkdir -p {device}; echo 0x10de >{device}/vendor"
     shell += f"; echo 0x030200 >{device}/class"
-    expect("gpu-driver", Machine(shell=shell), "1 GPU, but no nvidia-smi")
+    expect("gpu-driver", Machine(shell=shell), "1 GPU, but nvidia-smi is missing")
