@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 RANK_VARIABLES = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
-"""Variables with a process's ranks and sizes, with either prefix. Set by launchers, otherwise by init()."""
+"""Variables for the ranks and sizes of a process, with either prefix. Set by launchers, or by init()."""
 
 _TUNER = "the tuner compares neighboring values and does not fit a model"
 _NCCL = "torch sets up NCCL"
@@ -30,7 +30,7 @@ NO_EFFECT: dict[str, tuple[str, str]] = {
     "GLOO_IFACE": ("", _GLOO),
     "CONTROLLER": ("MPI", _GLOO),
 }
-"""Horovod settings that have no effect here, with either prefix: the default text and the reason."""
+"""Horovod settings that have no effect here, with either prefix: the default value and the reason."""
 
 # Used only by Horovod's launchers. Ringdance gets this information from MPI.
 _LAUNCHER = """
