@@ -80,8 +80,8 @@ class Checkpoints:
             table: Table to save in a separate file, with its current values.
 
         Raises:
-            CheckpointError: The previous checkpoint could not be written, or a sharded table, which is written
-                before this call returns, could not be written.
+            CheckpointError: The previous checkpoint could not be written, or a sharded table, which is
+                written before this call returns, could not be written.
         """
         if (number := operator.index(number)) < 0:
             raise ArgumentError(f"Checkpoints.save({number}): number must not be negative.")

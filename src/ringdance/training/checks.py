@@ -120,7 +120,7 @@ def check_gradient(operation: ReduceOp, size: int, where: str) -> None:
     """Raise UnsupportedOperationError if a reduction over several ranks has no gradient."""
     if size > 1 and operation not in (ReduceOp.AVERAGE, ReduceOp.SUM):
         raise UnsupportedOperationError(
-            f"{where}: {operation.name.title()} has no gradient. Use Average or Sum, "
+            f"{where}: {operation.name.title()} has no gradient; only Average and Sum do. Use one of these, "
             "or stop the gradient (x.detach(), tf.stop_gradient(x), jax.lax.stop_gradient(x))."
         )
 
