@@ -134,7 +134,7 @@ class Checkpoints:
 
         Args:
             number: Number of the checkpoint. None means the last one saved. In that case, damaged checkpoints
-                are skipped with a warning, and the result is None if there are no checkpoints.
+                are skipped with a warning, and the result is None if none exist.
             table: Table to fill with the values that were saved with the checkpoint.
 
         Raises:

@@ -151,7 +151,7 @@ def init(comm: Any = None, transport: tuple[int, Callable[..., Transport]] | Non
         LaunchError: The launcher and the MPI library do not match, MPI is missing, or a scheduler
             has allocated several hosts to the job and this process is the only one.
         ArgumentError: ``comm`` has the wrong type, or does not include this process.
-        NotInitializedError: ``transport`` is passed in a process that a rank has started, which is unsupported.
+        NotInitializedError: ``transport`` is passed in a process that was started by a rank: not supported.
             Without ``transport``, such a process does not join a job: as in a forked process, ``rank()`` and
             ``size()`` work, but collectives raise this error.
     """

@@ -90,7 +90,7 @@ class Buckets:
         self.divide(overlap=False)
 
     def call(self, name: str) -> Call:
-        """Return the call for a bucket, which is the same object each time. Thread: exchanging or autograd."""
+        """Return the call for a bucket, the same object each time. Thread: exchanging or autograd."""
         how = self.whole
         return prepared(how.kind, name, how.operation, how.prescale, how.postscale, how.set_id, grouped=True)
 

@@ -20,8 +20,8 @@ from ringdance.training.gradients.mask import DifferentStepsError
 from ringdance.training.gradients.source import AS_DENSE, GradientSource
 
 # Step numbers are compared modulo _TAGS. A tag has one element per number: 1 for the rank's step, 0 for the
-# others. In the average, an element is positive if any rank is in that step. This works for any floating-point
-# dtype and any number of ranks. Joined ranks add zeros.
+# others. In the average, an element is positive if any rank is in that step, in any floating-point dtype and
+# for any number of ranks. Joined ranks add zeros.
 _TAGS = 8
 _FIRST_BACKOFF, _MOST_BACKOFF = 2, 256
 

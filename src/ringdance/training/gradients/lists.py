@@ -1,7 +1,7 @@
 """Reduce the gradients of a step as one list. Used by the bindings for TensorFlow, Keras and JAX.
 
 The ranks match the lists of several optimizers or tapes by name (``UseOrder``), and check that all ranks have
-the same gradients (``pattern_of``). Gradients of local variables stay out of the exchange (``reduce_shared``).
+the same gradients (``pattern_of``). Gradients of local variables are not exchanged (``reduce_shared``).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class UseOrder:
         session.at_init(self._known.clear)  # After a failure, ranks may have numbered different objects.
 
     def number(self, key: Any, owner: Any) -> int:
-        """Return the number of ``owner`` among the owners with this key, starting at 0. Keeps a weak reference.
+        """Return the number, from 0, of ``owner`` among the owners with this key. Keeps a weak reference.
 
         Raises:
             ArgumentError: Parallel threads use several owners, so their order may differ between ranks.
@@ -37,7 +37,7 @@ class UseOrder:
                     return number
             if any(user() is not None and _uncertain(thread, first, there) for user, first, there in known):
                 raise ArgumentError(
-                    f"Two threads reduce the gradients of identical models ({key}), and may do so in a different "
+                    f"Two threads reduce the gradients of identical models ({key}), and may do so in another "
                     "order on other ranks. Pass a unique name= to each DistributedOptimizer or tape."
                 )
             known.append((weakref.ref(owner), thread, set(threading.enumerate())))
