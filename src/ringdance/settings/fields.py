@@ -226,7 +226,7 @@ class Settings:
         """Return the origin of a setting's value: "default" or "environment variable NAME".
 
         Raises:
-            KeyError: There is no setting with this name.
+            KeyError: The setting does not exist.
         """
         if all(setting.name != name for setting in SETTINGS):
             raise KeyError(name)

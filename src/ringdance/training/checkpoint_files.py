@@ -48,7 +48,7 @@ class SavedCheckpoint(NamedTuple):
         number: Number of the checkpoint.
         serial: Position in the order of saving, starting at 1. 0 if the manifest is missing.
         token: Token in the temporary file names. Empty if the manifest is missing. See Note [Manifests].
-        sizes: Sizes of the checkpoint file and the table file in bytes. A single entry if there is no table.
+        sizes: Sizes of the checkpoint file and the table file in bytes. A single entry without a table.
         checksums: CRC-32 of each of these files. Empty if the manifest is missing.
         problem: Why the checkpoint is not usable. Empty if it is complete.
     """

@@ -54,7 +54,7 @@ def pick_operation(average: bool | None, op: int | None) -> ReduceOp:
     """
     if average is not None:
         if op is not None:
-            raise ArgumentError("Pass op, such as op=hvd.Average or op=hvd.Sum, or average=, but not both.")
+            raise ArgumentError("Pass either op (such as op=hvd.Average or op=hvd.Sum) or average, not both.")
         text = "average= is deprecated; use op=hvd.Average or op=hvd.Sum."
         warnings.warn(text, DeprecationWarning, stacklevel=level_of_caller())
         return ReduceOp.AVERAGE if average else ReduceOp.SUM

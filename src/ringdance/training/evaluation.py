@@ -127,7 +127,7 @@ class BinaryScores:
         rows = allgather_json(own, "binary_scores")
         if bad := {rank: row[0] for rank, row in enumerate(rows) if row[0]}:
             where = ", ".join(f"{number} on rank {rank}" for rank, number in bad.items())
-            raise ArgumentError(f"BinaryScores: probabilities that are not between 0 and 1: {where}.")
+            raise ArgumentError(f"BinaryScores: some probabilities are not between 0 and 1 ({where}).")
         _, count, positives, loss, total = (sum(column) for column in zip(*rows, strict=True))
         nan = float("nan")
         pairs = positives * (count - positives)

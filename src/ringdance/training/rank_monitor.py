@@ -98,8 +98,8 @@ class RankMonitor:
         """
         if not engine.settings.timeline:
             raise ArgumentError(
-                "start_timeline() needs a setting that init() reads: set RINGDANCE_TIMELINE=DYNAMIC (or "
-                "HOROVOD_TIMELINE=DYNAMIC) before init()."
+                "start_timeline() requires RINGDANCE_TIMELINE=DYNAMIC (or HOROVOD_TIMELINE=DYNAMIC), which "
+                "must be set before init()."
             )
         self._ask(engine, lambda client: client.start(path, 2 if mark_cycles else 1))
         engine.recorder.read_detail()  # Record the next submission too, even if it precedes the next round.

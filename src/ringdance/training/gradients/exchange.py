@@ -92,7 +92,7 @@ class GradientExchange:
 
     Threads: *autograd* runs the hooks of a backward pass. *script* uses the optimizer between passes.
     *exchanging* is the one of these that runs the exchange. Private methods are called on this thread unless
-    their docstrings say otherwise. Calls must not overlap, because there are no locks.
+    their docstrings say otherwise. Calls must not overlap, because nothing is locked.
 
     Args:
         source: Access to the gradients.

@@ -66,7 +66,7 @@ def check_groups(
         # Parameters that are not in the optimizer are skipped, like those in named_parameters.
         members = tuple(index for index in map(index_of, group) if index is not None)
         if len(set(members)) != len(members) or seen.intersection(members):
-            raise ArgumentError("groups: a parameter may appear in one group only, and only once.")
+            raise ArgumentError("groups: a parameter must not appear more than once.")
         seen.update(members)
         if members:
             result.append(members)
