@@ -1,4 +1,4 @@
-"""Start and stop, rank and size, and Horovod's functions for querying the build."""
+"""Starting and stopping, rank and size, and Horovod's functions for querying the build."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def init(comm: Any = None, process_sets: Iterable[ProcessSet] | str | None = Non
         handles.clear()
         if session.engine().closed:  # This is a child process of a rank, and not in the job.
             return
-    # The first call registers even an empty list: if another rank passes sets, both must get the error.
+    # The first call registers even an empty list: if another rank passes sets, all must get the error.
     # If the first list was refused, no sets exist yet, so a later call may pass another list.
     if not again or (sets and len(session.engine().process_sets()) == 1):
         _register_sets(sets)

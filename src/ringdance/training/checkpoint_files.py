@@ -83,7 +83,7 @@ class CheckpointFiles:
         return self._directory / f"{self._name}-{number:08d}{self._suffix}"
 
     def scan(self) -> list[SavedCheckpoint]:
-        """Return all checkpoints: damaged ones, then ones without a manifest, then others as saved."""
+        """Return all checkpoints: damaged ones, ones without a manifest, and then others in saved order."""
         present = [saved for number in self._numbers() if (saved := self.look(number))]
         return sorted(present, key=lambda saved: (not saved.problem, saved.serial, saved.number))
 

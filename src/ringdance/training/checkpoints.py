@@ -59,7 +59,10 @@ class Checkpoints:
         if not isinstance(keep, int) or keep < 1:
             raise ArgumentError(f"keep={keep!r} must be a positive integer.")
         if "/" in name + suffix or suffix.endswith(TABLE):
-            raise ArgumentError(f"name={name!r}, suffix={suffix!r}: use neither '/' nor a suffix that ends with {TABLE}.")
+            raise ArgumentError(
+                f"name={name!r} and suffix={suffix!r} must not contain '/', and suffix must not end with "
+                f"{TABLE}."
+            )
         self.directory = Path(directory)
         self._files = CheckpointFiles(self.directory, keep, name, suffix)
         self._is_writer, self._host = session.engine().rank == 0, session.engine().hosts[0]

@@ -301,7 +301,7 @@ class ElasticIndices:
     Attributes:
         epoch: Epoch set by ``set_epoch``.
         processed_num: Number of samples processed in this epoch, in total over all ranks.
-        num_replicas, rank: Number of ranks, and this rank, as of the last ``reset``.
+        num_replicas, rank: Number of ranks, and rank of this process, as of the last ``reset``.
         remaining_indices: Indices that had not been processed at the last ``reset``.
         num_samples: Number of remaining samples per rank, with padding.
         total_size: Number of remaining samples in total over all ranks, with padding.

@@ -142,7 +142,7 @@ def takes_part(process_set: ProcessSet) -> bool:
 
 
 def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
-    """Register a set, and wait. All ranks in the job, members or not, must call this with the same set.
+    """Register a set. Blocks until all ranks in the job, members or not, call this with the same set.
 
     Raises:
         ArgumentError: A rank is out of range or repeated, or a set with these ranks already exists. If only
@@ -164,7 +164,7 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Remove a set, and wait. All ranks in the job must call this. Pending operations on the set fail.
+    """Remove a set. Blocks until all ranks in the job call this. Pending operations on the set fail.
 
     Returns:
         ``False`` for the global set and for sets that are not registered, otherwise ``True``.

@@ -88,8 +88,8 @@ def metrics() -> dict[str, Any]:
     Returns:
         ``rank``, ``size``, ``host``; ``seconds`` since ``init()``; ``steps``; ``steps_per_second`` since the
         first step and ``recent_steps_per_second`` since the last call; ``exposed_seconds``, the time that
-        training waited for results; ``exposed_share``, the share of this in the time since the first step;
-        ``recent_exposed_share``, the share since the last call; ``batches``, ``tensors`` and ``bytes``
+        training waited for results; ``exposed_share``, the same as a share of the time since the first step;
+        ``recent_exposed_share``, this share since the last call; ``batches``, ``tensors`` and ``bytes``
         exchanged.
 
     Raises:
@@ -151,7 +151,7 @@ def init(comm: Any = None, transport: tuple[int, Callable[..., Transport]] | Non
         LaunchError: The launcher and the MPI library do not match, MPI is missing, or a scheduler
             has allocated several hosts to the job and this process is the only one.
         ArgumentError: ``comm`` has the wrong type, or does not include this process.
-        NotInitializedError: ``transport`` is passed in a process that was started by a rank: not supported.
+        NotInitializedError: ``transport`` was passed, but a rank started this process (not supported).
             Without ``transport``, such a process does not join a job: as in a forked process, ``rank()`` and
             ``size()`` work, but collectives raise this error.
     """
