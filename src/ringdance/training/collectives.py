@@ -35,7 +35,7 @@ Arrays = tuple[Array, ...]
 
 
 def array_at(address: int, shape: tuple[int, ...], dtype: np.dtype[Any], owner: Any = None) -> Any:
-    """Return a writable array over a framework's memory. The array keeps ``owner`` of the memory alive."""
+    """Return a writable array over a framework's memory, which keeps the ``owner`` of that memory alive."""
     nbytes = math.prod(shape) * dtype.itemsize
     if not nbytes:
         return np.empty(shape, dtype)

@@ -8,8 +8,8 @@ the end of the pass shows whether all ranks had the expected gradients. If so, t
 gradients. Otherwise, all ranks drop them and exchange the gradients by rounds.
 
 The calls must match across ranks, so each rank launches all buckets in each pass, with zeros for gradients
-that it has not computed. A rank launches none only if it has joined or one of its launches has failed. The
-mask shows this to the other ranks, which then abort the communicator and continue by rounds.
+that it has not computed. Only a rank that has joined, or has failed to launch a bucket, stops launching.
+The mask shows this to the other ranks, which then abort the communicator and continue by rounds.
 On a GPU, the calls of this communicator are not ordered relative to the calls of rounds, because each
 communicator has its own stream.
 """

@@ -9,8 +9,8 @@ unscales gradients or computes norms sees reduced gradients on all ranks. If a r
 in a step, it exchanges in ``finish_exchange()``, which the optimizer's step calls.
 
 What: each rank sends a mask of the gradients that it has computed. A gradient that any rank has computed is
-reduced on all ranks, with zeros where it is missing. Other gradients remain unset, and the optimizer skips
-them.
+reduced on all ranks, with zeros where it is missing. A gradient that no rank has computed is left alone, and
+the optimizer skips it.
 
 How: in buckets (Note [Buckets]). If all ranks repeatedly compute the same gradients, they stop sending masks.
 See ``Mode`` and ``fast_path``.
@@ -370,7 +370,7 @@ class GradientExchange:
             path.back_off()
 
     def _continue_masked(self, abort: bool = False) -> None:
-        """Exchange by the mask for longer than last time. ``abort``: see ``DirectBuckets.leave``."""
+        """Exchange by the mask for more steps than last time. ``abort``: see ``DirectBuckets.leave``."""
         if self.mode is Mode.DIRECT:
             self._direct.leave(abort)
         self.mode = Mode.MASKED

@@ -99,7 +99,7 @@ class FastPath:
         self._call.refuse(self._engine, "it computed different gradients than in the previous steps.")
 
     def back_off(self) -> None:
-        """Exchange by the mask for the next steps, for longer than last time."""
+        """Exchange by the mask for more steps than last time."""
         self._in_a_row = 0
         self._backoff = min(2 * self._backoff, _MOST_BACKOFF)
 

@@ -70,7 +70,8 @@ def merge(keys: Array, values: Array, divisor: int = 1) -> tuple[Array, Array]:
 
     Args:
         keys: Keys (int64), of shape (n,).
-        values: Values of shape (n, ...). If ``divisor`` is not 1, the dtype must support fractions.
+        values: Values of shape (n, ...). The dtype must support addition and, unless ``divisor`` is 1,
+            fractions.
         divisor: Number by which the sums are divided.
     """
     dtype = values.dtype
