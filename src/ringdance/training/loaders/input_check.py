@@ -27,7 +27,7 @@ __all__ = ["watch_input"]
 INPUT_MARK = "::ringdance-input::"
 _LEAST = 3  # Minimum number of batches in the warm-up, and in the measurement.
 _UNITS = {"images": "images", "ids": "rows"}  # Names of the samples in batches that have the attribute.
-_KEPT, _KEPT_BYTES = 48, 1 << 28  # Maximum number of batches for measuring the step alone, and their size.
+_KEPT, _KEPT_BYTES = 48, 1 << 28  # Maximum number and total bytes of batches for the step alone.
 # Quantiles of Student's t for 95% confidence and 1, 2, ... degrees of freedom.
 _T = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
 _WARM_UP = 0.3  # Length of the warm-up, as a fraction of the measurement.
