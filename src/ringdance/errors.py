@@ -1,4 +1,4 @@
-"""The exception hierarchy: every exception that Ringdance raises.
+"""The hierarchy of the exceptions that Ringdance raises.
 
 ::
 
@@ -9,8 +9,8 @@
     ├── LaunchError             (RuntimeError)  a job could not be started, or it failed
     ├── HostsUpdatedInterrupt   (RuntimeError)  the job's hosts have changed; not a fault
     └── CollectiveError         (RuntimeError)  a collective failed (Horovod: HorovodInternalError)
-        ├── NotInitializedError (ValueError)    init() has not been called, or shutdown() has
-        ├── MismatchError                       ranks submitted different requests under one name
+        ├── NotInitializedError (ValueError)    called before init() or after shutdown()
+        ├── MismatchError                       ranks submitted different requests under the same name
         ├── ProcessSetRemovedError              the process set was removed while work was pending
         ├── ShutDownError                       a rank shut down or exited while others waited
         ├── RankLostError                       a rank died
@@ -30,12 +30,12 @@ import sys
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-# Advice if ranks run different numbers of steps, so that one finishes before the others.
+# Advice for jobs in which a rank finishes before the others, because it runs fewer steps.
 UNEVEN_STEPS = (
-    "A rank that makes fewer steps than the others has either skipped a step (for instance, with `continue` "
-    "or `return` before its backward pass) or run out of data. Every rank must make every step: divide the "
-    "data evenly with hvd.shard(..., ends='pad') or ends='drop', or call hvd.join() after the last batch "
-    "(with DistributedDataParallel, use `with model.join():`)."
+    "A rank that runs fewer steps than the others has either skipped a step (for instance, with `continue` "
+    "or `return` before its backward pass) or run out of data. All ranks must run the same number of steps: "
+    "divide the data evenly with hvd.shard(..., ends='pad') or ends='drop', or call hvd.join() after the "
+    "last batch (with DistributedDataParallel, use `with model.join():`)."
 )
 
 
@@ -58,7 +58,7 @@ def optional(
         module: Name of the module.
         error: Type to raise if the module is missing.
         why: Start of the error message, followed by the advice. Default: the ImportError's message.
-        package: Package to install, if its name differs from the module's.
+        package: Package to install, if its name differs from the module name.
         more: Text appended to the message.
 
     Raises:
@@ -67,7 +67,7 @@ def optional(
     """
     try:
         return importlib.import_module(module)
-    except (ImportError, AttributeError) as missing:  # AttributeError: built for an older NumPy
+    except (ImportError, AttributeError) as missing:  # AttributeError: it was built for an older NumPy
         top = module.partition(".")[0]
         text = f"{why or missing}: {pip_install(package or top)}{more}"
         wanted = (missing.name or "").partition(".")[0]
@@ -79,7 +79,7 @@ def optional(
 class RingdanceError(Exception):
     """Base of all exceptions raised by Ringdance."""
 
-    # Redefined so that subclasses that also derive from ValueError inherit this very method. TensorFlow
+    # Redefined so that subclasses that also derive from ValueError inherit this exact method. TensorFlow
     # compares it to decide whether it can re-raise an error with the location in the user's function.
     if not TYPE_CHECKING:
         __init__ = Exception.__init__
@@ -90,7 +90,7 @@ class SettingError(RingdanceError, ValueError):
 
 
 class ArgumentError(RingdanceError, ValueError):
-    """A call's arguments are wrong. Raised immediately, on the rank that made the call."""
+    """A call has invalid arguments. Raised immediately, on the rank that made the call."""
 
 
 class DuplicateNameError(ArgumentError):
@@ -98,11 +98,11 @@ class DuplicateNameError(ArgumentError):
 
 
 class LaunchError(RingdanceError, RuntimeError):
-    """A job could not be started, or one of its ranks failed. The message is ``problem``, then ``fix``.
+    """A job could not be started, or one of its ranks failed. The message is ``problem`` and then ``fix``.
 
     Attributes:
         problem: What is wrong.
-        fix: What to do about it, for callers that show the advice separately. "" if unknown.
+        fix: What to do about it, for callers that show the advice separately. Empty if unknown.
     """
 
     def __init__(self, problem: str, fix: str = "") -> None:
@@ -127,11 +127,11 @@ class CollectiveError(RingdanceError, RuntimeError):
 
 
 class NotInitializedError(CollectiveError, ValueError):
-    """``init()`` has not been called in this process, or ``shutdown()`` has."""
+    """This process is not in a job: the call was made before ``init()`` or after ``shutdown()``."""
 
 
 class MismatchError(CollectiveError):
-    """Ranks submitted different requests under one name. Raised on all ranks. The engine stays usable."""
+    """Ranks submitted different requests with the same name. Raised on all ranks. The engine stays usable."""
 
 
 class ProcessSetRemovedError(CollectiveError):
@@ -147,7 +147,7 @@ class RankLostError(CollectiveError):
 
 
 class StallError(CollectiveError):
-    """A rank did not submit an operation within the stall shutdown time."""
+    """A rank did not submit an operation within ``stall_shutdown_time``."""
 
 
 class DeadlockError(StallError):

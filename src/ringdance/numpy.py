@@ -3,8 +3,8 @@
 The dtype for bfloat16 is ``ml_dtypes.bfloat16``. Options of the collectives:
 
 - If the input is a list or tuple of arrays, the arrays are exchanged together, and the result is a list.
-- ``out`` receives the results and must have the inputs' shapes and dtypes. Pass the inputs themselves to work
-  in place, without a copy.
+- ``out`` receives the results and must have the inputs' shapes and dtypes. Pass the inputs themselves to
+  reduce or broadcast in place, without a copy.
 - With ``wait=False``, a call immediately returns a handle for ``poll`` and ``synchronize``.
 """
 
@@ -55,7 +55,7 @@ def _check_out(arrays: tuple[Array, ...], views: tuple[Array, ...]) -> None:
 
 
 def _run(call: Call, arrays: Any, out: Any = None, wait: bool = True, splits: Any = None) -> Any:
-    """Run a call, or start it and return a handle."""
+    """Run a call and return its results. If ``wait`` is False, only start it, and return a handle."""
     engine, grouped = session.engine(), call.grouped
     try:
         views = tuple(map(_view, arrays)) if grouped else (_view(arrays),)
@@ -91,7 +91,7 @@ def allreduce(
     postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set, *, out: Any = None,
     wait: bool = True,
 ) -> Any:
-    """Return the reduction of ``array`` over all ranks, with the same shape and type.
+    """Return the reduction of ``array`` over all ranks, with the same shape and dtype.
 
     Args:
         array: Array with the same shape and dtype on all ranks, or a list of such arrays.
@@ -100,12 +100,12 @@ def allreduce(
         prescale_factor: Factor applied to each rank's input.
         postscale_factor: Factor applied to the result.
         process_set: The participating ranks.
-        out: Array (or list) that receives the result and is returned. Pass ``array`` itself to work in place.
+        out: Array (or list) that receives the result and is returned. Pass ``array`` to reduce in place.
         wait: If False, return a handle.
 
     Raises:
         ArgumentError: An argument is wrong. The error may be raised on this rank only.
-        MismatchError: Shapes, types or operations differ between ranks. Raised on all ranks.
+        MismatchError: Shapes, dtypes or operations differ between ranks. Raised on all ranks.
     """
     grouped = _is_group(array)
     call = allreduce_call(name, None, op, prescale_factor, postscale_factor, process_set, grouped)
@@ -124,7 +124,7 @@ def broadcast(
     array: Arrays, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set, *,
     out: Any = None, wait: bool = True,
 ) -> Any:
-    """Return global rank ``root_rank``'s array. All ranks must pass the same shape and dtype."""
+    """Return the array from global rank ``root_rank``. All ranks must pass the same shape and dtype."""
     call = movement(Collective.BROADCAST, name, process_set, _is_group(array), root_rank)
     return _run(call, array, out, wait)
 
@@ -137,8 +137,8 @@ def alltoall(
 
     Args:
         array: Array with at least one dimension. All dimensions except the first must match across ranks.
-        splits: Number of rows to send to each rank. The sum may be less than the array's number of rows. By
-            default, the rows are split equally.
+        splits: Number of rows to send to each rank. The sum may be less than the number of rows in the
+            array. By default, the rows are split equally.
         name: Key that matches this call with the other ranks' calls.
         process_set: The participating ranks.
         wait: If False, return a handle.
@@ -163,10 +163,10 @@ def reducescatter(
 
 
 def join() -> int:
-    """Contribute zeros to the other ranks' calls until all have joined. Return the last rank to join."""
+    """Contribute zeros to other ranks' calls until all ranks have joined. Return the last rank to join."""
     return collectives.join(session.engine())
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Return after all ranks of the set have called it."""
+    """Return once all ranks in the set have called this function."""
     collectives.barrier(session.engine(), set_id(process_set))

@@ -153,7 +153,7 @@ def test_a_setting_without_effect_says_why_when_it_is_changed():
     changed = {"HOROVOD_CCL_CACHE": "1", "RINGDANCE_TORUS_ALLREDUCE": "on", "HOROVOD_CONTROLLER": "GLOO"}
     _, warned = notes(changed)
     assert warned == [
-        "RINGDANCE_TORUS_ALLREDUCE=on has no effect: torch sets up NCCL.",
+        "RINGDANCE_TORUS_ALLREDUCE=on has no effect: PyTorch sets up NCCL.",
         "HOROVOD_CCL_CACHE=1 has no effect: oneCCL is not used.",
         "HOROVOD_CONTROLLER=GLOO has no effect: Gloo is not used; MPI connects the ranks.",
     ]

@@ -1,4 +1,4 @@
-"""Settings: read once from the environment, then passed on as values.
+"""Settings, which are read from the environment once and then passed on as values.
 
 ``load()`` is the only function in the library that reads ``RINGDANCE_*`` and ``HOROVOD_*``
 variables. ``RINGDANCE_*`` takes precedence over ``HOROVOD_*``. An empty variable counts as not set.
@@ -43,12 +43,12 @@ class SettingWarning(UserWarning):
 def load(environ: Mapping[str, str] = os.environ) -> Settings:
     """Read all settings from ``environ``.
 
-    Warns (``SettingWarning``, on rank 0 only) about unknown names, legacy values that cannot be used and
+    Warns (``SettingWarning``, on rank 0 only) about unknown names, invalid ``HOROVOD_*`` values and
     settings that have no effect.
 
     Raises:
-        SettingError: A ``RINGDANCE_*`` variable has a value that cannot be used. The message names the
-            variable, the value and the expected form.
+        SettingError: The value of a ``RINGDANCE_*`` variable is invalid. The message gives the variable, the
+            value and the expected form.
     """
     notes: list[str] = []
     values: dict[str, Any] = {}
@@ -79,7 +79,7 @@ def load(environ: Mapping[str, str] = os.environ) -> Settings:
 
 
 def without_effect(environ: Mapping[str, str]) -> list[tuple[str, str, str]]:
-    """List the variables in ``environ`` that have an effect only in Horovod, as (name, text, reason)."""
+    """List the variables in ``environ`` that have an effect only in Horovod, as (name, value, reason)."""
     ignored = []
     for name, (default, reason) in NO_EFFECT.items():
         variable, text = _first(environ, *(prefix + name for prefix in _PREFIXES))
@@ -90,15 +90,15 @@ def without_effect(environ: Mapping[str, str]) -> list[tuple[str, str, str]]:
 
 
 def _first(environ: Mapping[str, str], *names: str) -> tuple[str, str]:
-    """Return the first of these variables that is set, and its text. Returns ("", "") if none is set."""
+    """Return the name and value of the first of these variables that is set, or ("", "") if none is."""
     return next(((name, text) for name in names if (text := environ.get(name, "").strip())), ("", ""))
 
 
 def _value(setting: Setting, variable: str, text: str, notes: list[str]) -> Any:
-    """Parse ``text``. If that fails for a legacy name, add a note and return a substitute value.
+    """Parse ``text``. If that fails for a ``HOROVOD_*`` variable, add a note and return a substitute.
 
     Raises:
-        SettingError: The text of a ``RINGDANCE_*`` name cannot be parsed.
+        SettingError: The value of a ``RINGDANCE_*`` variable cannot be parsed.
     """
     legacy = variable == setting.legacy
     try:
@@ -109,8 +109,8 @@ def _value(setting: Setting, variable: str, text: str, notes: list[str]) -> Any:
                 f"{variable}={text!r} cannot be used: expected {setting.parser.expected}. "
                 f"({setting.doc} Default: {show(setting, setting.default)}.)"
             ) from None
-    # For some settings, Horovod reads invalid text as 0. For a number, 0 could change more than the user
-    # intended, so only switches follow Horovod here.
+    # Horovod reads invalid values of some settings as 0. Follow it for switches only, because setting a
+    # number to 0 could change more than the user intended.
     value = False if isinstance(setting.default, bool) else setting.default
     expected = "an integer (0 means off)" if isinstance(value, bool) else setting.parser.expected
     notes.append(f"{variable}={text!r} cannot be used: expected {expected}. Using {show(setting, value)}.")
@@ -118,7 +118,7 @@ def _value(setting: Setting, variable: str, text: str, notes: list[str]) -> Any:
 
 
 def _unknown(environ: Mapping[str, str]) -> Iterator[str]:
-    """Yield a warning for each unknown name with one of our prefixes, suggesting the closest known name."""
+    """Yield a warning for each unknown variable with one of the prefixes, with the closest known name."""
     known = {name for setting in SETTINGS for name in (setting.own, setting.legacy) if name}
     known |= LAUNCHER_NAMES | BUILD_NAMES | {prefix + name for prefix in _PREFIXES for name in NO_EFFECT}
     for name in sorted(environ):

@@ -36,10 +36,10 @@ class Setting:
         name: Attribute of ``Settings``.
         default: Value if no variable sets it.
         parser: Converts text to a value.
-        doc: Description in one sentence.
-        unit: Unit of the value. Empty for words and switches.
+        doc: Short description.
+        unit: Unit of the value. Empty if it has none.
         own: The ``RINGDANCE_*`` name.
-        legacy: The ``HOROVOD_*`` name, or empty.
+        legacy: The ``HOROVOD_*`` name. Empty if there is none.
         common: True if the value must be equal on all ranks, because it determines the layout of shared
             memory, how batches are divided, or what is exchanged. ``init()`` compares these values.
     """
@@ -69,7 +69,7 @@ class Settings:
 
     # Batches
     fusion_threshold: int = _setting(
-        128 << 20, BYTES, "Maximum bytes of tensors exchanged as one batch. 0: one tensor at a time.",
+        128 << 20, BYTES, "Maximum size of a batch of tensors exchanged together. 0: one tensor at a time.",
         unit="bytes", legacy="HOROVOD_FUSION_THRESHOLD", common=True,
     )
     cycle_time: float = _setting(
@@ -77,7 +77,7 @@ class Settings:
         unit="ms", legacy="HOROVOD_CYCLE_TIME",
     )
     cache_capacity: int = _setting(
-        1024, COUNT, "Maximum cached tensors per process set. Ranks agree on a cached tensor with one bit.",
+        1024, COUNT, "Size of each process set's cache. The ranks agree on a cached tensor with one bit.",
         unit="tensors", legacy="HOROVOD_CACHE_CAPACITY", common=True,
     )
     deterministic: bool = _switch(
@@ -89,12 +89,12 @@ class Settings:
     )
     sparse: str = _setting(
         "auto", choice("auto", "rows", "dense"),
-        "How to exchange sparse gradients: as rows or as dense tensors. auto: depends on the number of rows.",
+        "How to exchange sparse gradients: as rows or as dense tensors. auto: by the number of rows.",
         common=True,
     )
     check_weights: str = _setting(
         "warn", choice("warn", "error", "off"),
-        "What to do if the ranks' parameters differ in step 2 (PyTorch only), 10, 100, 1000 and so on.",
+        "What to do if parameters differ between ranks. Checked in step 2 (PyTorch), 10, 100 and so on.",
         common=True,
     )
     jax_ffi: str = _setting(
@@ -118,7 +118,7 @@ class Settings:
     )
     cpu_operations: str = _setting(
         "mpi", choice("mpi", "gloo"),
-        "How to exchange PyTorch tensors on the CPU: through shared memory and MPI, or torch's gloo.",
+        "How to exchange PyTorch tensors on the CPU: through shared memory and MPI, or Gloo.",
         legacy="HOROVOD_CPU_OPERATIONS", common=True,
     )
     window: bool = _switch(True, "Use shared memory between ranks on the same host.", common=True)
@@ -130,11 +130,11 @@ class Settings:
         legacy="HOROVOD_MPI_THREADS_DISABLE",
     )
     init_timeout: float = _setting(
-        120.0, POSITIVE, "How long init() waits for all ranks before it names the missing ones.",
+        120.0, POSITIVE, "How long init() waits for all ranks before a warning lists the missing ones.",
         unit="s",
     )
     elastic_timeout: float = _setting(
-        600.0, POSITIVE, "How long ranks that start again after an error wait for each other.",
+        600.0, POSITIVE, "How long ranks that restart after an error wait for each other.",
         unit="s", legacy="HOROVOD_ELASTIC_TIMEOUT",
     )
 
@@ -144,11 +144,11 @@ class Settings:
         legacy="HOROVOD_AUTOTUNE", common=True,
     )
     autotune_log: str = _setting(
-        "", TEXT, "CSV file for the values that autotune tries, on rank 0's host. The result is written next "
-        "to it as .json.", legacy="HOROVOD_AUTOTUNE_LOG",
+        "", TEXT, "CSV file on rank 0's host, in which autotune logs the values that it tries. The result is "
+        "written next to it as .json.", legacy="HOROVOD_AUTOTUNE_LOG",
     )
     autotune_warmup_samples: int = _setting(
-        3, COUNT, "Samples that autotune takes before it changes anything.",
+        3, COUNT, "Number of samples that autotune takes before it changes anything.",
         unit="samples", legacy="HOROVOD_AUTOTUNE_WARMUP_SAMPLES",
     )
     autotune_steps_per_sample: int = _setting(
@@ -156,8 +156,8 @@ class Settings:
         unit="steps", legacy="HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE",
     )
     tuned: str = _setting(
-        "", TEXT, "JSON file on rank 0's host, with an autotune result to use. Ignored if the model or the "
-        "hardware differs.", common=True,
+        "", TEXT, "JSON file on rank 0's host, with an autotune result to use. Ignored if it belongs to a "
+        "different model or different hardware.", common=True,
     )
 
     # Stalls and logs
@@ -166,8 +166,8 @@ class Settings:
         legacy="HOROVOD_STALL_CHECK_DISABLE",
     )
     stall_check_time: float = _setting(
-        4.0, POSITIVE, "Time after which a tensor that some ranks have not submitted is reported. By "
-        "default, the duration of a step if that is longer.",
+        4.0, POSITIVE, "Time after which a tensor that some ranks have not submitted is reported. The "
+        "default grows with the duration of a step.",
         unit="s", legacy="HOROVOD_STALL_CHECK_TIME_SECONDS",
     )
     stall_shutdown_time: float = _setting(
@@ -180,12 +180,12 @@ class Settings:
     )
     log_level: str = _setting(
         "warning", choice("trace", "debug", "info", "warning", "error", "fatal"),
-        "Minimum severity of printed messages.", legacy="HOROVOD_LOG_LEVEL",
+        "Minimum severity of the messages to print.", legacy="HOROVOD_LOG_LEVEL",
     )
     log_hide_time: bool = _switch(False, "Omit the time in log lines.", legacy="HOROVOD_LOG_HIDE_TIME")
     flight_recorder_dir: str = _setting(
-        "", TEXT, "Directory for the record of the last batches, written on a failure. Empty: the system's "
-        "temporary directory.",
+        "", TEXT, "Directory for the record of the last batches, which is written if the job fails. Empty: "
+        "the system's temporary directory.",
     )
     timeline: str = _setting(
         "", TEXT, "File for a Chrome trace of all tensors, or DYNAMIC to wait for start_timeline().",
@@ -206,7 +206,7 @@ class Settings:
         "access from other hosts. 0: any free port, which is printed. Empty: nowhere.",
     )
     metrics_dir: str = _setting(
-        "", TEXT, "Directory for each host's metrics-<lowest rank>.jsonl: the ranks' metrics over time.",
+        "", TEXT, "Directory for the metrics of each host's ranks over time (metrics-<lowest rank>.jsonl).",
     )
     metrics_interval: float = _setting(
         5.0, POSITIVE, "Time between two samples in the files in metrics_dir. Grows in long runs.", unit="s"
@@ -216,7 +216,7 @@ class Settings:
         "What `ringdance bench input` measures in this run. The run stops afterwards.",
     )
     input_check_time: float = _setting(
-        8.0, POSITIVE, "Duration of `ringdance bench input`, after a warm-up of at least a third of it.",
+        8.0, POSITIVE, "Length of a `ringdance bench input` run, after a warm-up of at least a third of it.",
         unit="s",
     )
 
@@ -226,7 +226,7 @@ class Settings:
         """Return the origin of a setting's value: "default" or "environment variable NAME".
 
         Raises:
-            KeyError: There is no setting with this name.
+            KeyError: The setting does not exist.
         """
         if all(setting.name != name for setting in SETTINGS):
             raise KeyError(name)

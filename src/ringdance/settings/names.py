@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 RANK_VARIABLES = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
-"""Variables with a process's ranks and sizes, with either prefix. Set by launchers, otherwise by init()."""
+"""Variables for the ranks and sizes of a process, with either prefix. Set by launchers, or by init()."""
 
 _TUNER = "the tuner compares neighboring values and does not fit a model"
-_NCCL = "torch sets up NCCL"
+_NCCL = "PyTorch sets up NCCL"
 _GLOO = "Gloo is not used; MPI connects the ranks"
 _ONE_SCHEME = "ranks on a host first reduce in shared memory; --autotune detects whether that is slower"
 NO_EFFECT: dict[str, tuple[str, str]] = {
@@ -23,14 +23,14 @@ NO_EFFECT: dict[str, tuple[str, str]] = {
     "THREAD_AFFINITY": ("", "the engine's thread sleeps while there is nothing to exchange"),
     "ENABLE_ASYNC_COMPLETION": ("0", _NCCL),
     "DISABLE_NVTX_RANGES": ("0", "NVTX annotations are not available"),
-    "ENABLE_XLA_OPS": ("0", "there is no native code that XLA could call"),
+    "ENABLE_XLA_OPS": ("0", "Ringdance has no native code that XLA could call"),
     "ADASUM_MPI_CHUNK_SIZE": ("1073741824", "Adasum uses the same chunks as other operations"),
     "CCL_CACHE": ("0", "oneCCL is not used"),
     "GLOO_TIMEOUT_SECONDS": ("30", _GLOO),
     "GLOO_IFACE": ("", _GLOO),
     "CONTROLLER": ("MPI", _GLOO),
 }
-"""Horovod settings that have no effect here, with either prefix: the default text and the reason."""
+"""Horovod settings that have no effect here, with either prefix: the default value and the reason."""
 
 # Used only by Horovod's launchers. Ringdance gets this information from MPI.
 _LAUNCHER = """

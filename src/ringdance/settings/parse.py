@@ -1,7 +1,7 @@
-"""Parsers that convert the text of environment variables to values of settings.
+"""Parsers that convert the text of environment variables to the values of settings.
 
-Every parser takes non-empty text and returns the value or raises ``ValueError``. For the message,
-``Parser.expected`` describes the accepted text.
+Every parser takes non-empty text and returns the value, or raises ``ValueError``. ``Parser.expected``
+describes the accepted text for error messages.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Parser(Generic[T]):
     legacy: Callable[[str], T] | None = None
 
     def parse(self, text: str, legacy: bool = False) -> T:
-        """Return the value of ``text``. If ``legacy``, read the text as a ``HOROVOD_*`` variable.
+        """Return the value of ``text``. If ``legacy``, parse it as Horovod does.
 
         Raises:
             ValueError: The text cannot be used.
@@ -72,7 +72,7 @@ def _steps(text: str) -> tuple[int, ...]:
 
 
 def choice(*words: str) -> Parser[str]:
-    """Return a parser for one of ``words``, which are lower-case. The text may be in any case."""
+    """Return a parser for one of ``words``, which are lower-case. Parsing ignores case."""
     return Parser("one of " + ", ".join(words), str.lower, words.__contains__)
 
 

@@ -1,4 +1,4 @@
-"""Starting and stopping, rank and size, and the functions that Horovod scripts use to query the build."""
+"""Starting and stopping, rank and size, and Horovod's functions for querying the build."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ _log = logging.getLogger("ringdance")
 
 
 def init(comm: Any = None, process_sets: Iterable[ProcessSet] | str | None = None) -> None:
-    """Join the job. Returns when all ranks have joined.
+    """Join the job. Return once all ranks have joined.
 
     If this process is already in a job, this only binds the process sets.
 
     Args:
         comm: ``None`` for the whole job, a list of ranks in MPI_COMM_WORLD, or an mpi4py communicator. With a
-            list or communicator, only its processes may call ``init``, all with the same order of ranks.
-        process_sets: Sets to register at the start. They get the ids 1, 2, ... in this order.
+            list or communicator, only its processes may call ``init``, and all must pass the same order.
+        process_sets: Sets to register. They get the ids 1, 2, ... in this order.
             ``"dynamic"`` is accepted, but has no effect: sets can always be added later.
 
     Raises:
         ArgumentError: Two sets are equal, a set equals the global set, or the sets differ between ranks.
-            Raised on all ranks. This process has joined the job nevertheless, and may call ``init`` again
-            with other sets.
-        KeyError: The job already has process sets, but none with the ranks of a set in ``process_sets``.
+            Raised on all ranks. Even so, this process has joined the job, and may call ``init`` again with
+            different sets.
+        KeyError: The job already has process sets, but none with the same ranks as a set in ``process_sets``.
     """
     if isinstance(process_sets, str):
         if process_sets.lower() != "dynamic":
@@ -54,9 +54,9 @@ def init(comm: Any = None, process_sets: Iterable[ProcessSet] | str | None = Non
     session.init(comm)
     if not again:
         handles.clear()
-        if session.engine().closed:  # A child process of a rank, which is not part of the job.
+        if session.engine().closed:  # This is a child process of a rank, and not in the job.
             return
-    # The first call registers even an empty list, because another rank may pass sets and must get the error.
+    # The first call registers even an empty list: if another rank passes sets, all must get the error.
     # If the first list was refused, no sets exist yet, so a later call may pass another list.
     if not again or (sets and len(session.engine().process_sets()) == 1):
         _register_sets(sets)
@@ -66,11 +66,11 @@ def init(comm: Any = None, process_sets: Iterable[ProcessSet] | str | None = Non
 
 
 class SetsDifferError(MismatchError, ArgumentError):
-    """The process sets passed to ``init`` differ between ranks. A ValueError, like init's other errors."""
+    """The process sets passed to ``init`` differ between ranks. Also a ValueError, like ``ArgumentError``."""
 
 
 def _register_sets(process_sets: list[ProcessSet]) -> None:
-    """Register the sets passed to ``init``, with ids 1, 2, ... in order. Collective over all ranks.
+    """Register the sets passed to ``init``, with the ids 1, 2, ... in order. A collective call on all ranks.
 
     Sets made from communicators may differ between ranks (as after ``Split``). They are registered after the
     other sets, sorted by their ranks.
@@ -111,10 +111,10 @@ def _register_sets(process_sets: list[ProcessSet]) -> None:
 
 
 def mark_step() -> None:
-    """Mark the end of a training step, for timelines, metrics and reports.
+    """Mark the end of a training step for timelines, metrics and reports.
 
-    Use this in scripts that reduce gradients by hand, or in which several optimizers make up one step. After
-    the first call, the optimizers no longer mark steps themselves. Outside a job, this does nothing.
+    Use this in scripts that reduce gradients by hand, or that use several optimizers in one step. After the
+    first call, the optimizers no longer mark steps themselves. Does nothing outside a job.
     """
     session.mark_step(StepMark.SCRIPT)
 
@@ -178,12 +178,12 @@ def gloo_enabled() -> bool:
 
 
 def gloo_built() -> bool:
-    """Return True if ``HOROVOD_RANK`` is set, which scripts take to mean Gloo. Gloo itself is never used."""
+    """Return True if ``HOROVOD_RANK`` is set, as scripts expect under Gloo. Gloo itself is never used."""
     return "HOROVOD_RANK" in os.environ
 
 
 def nccl_built() -> int:
-    """Return 0, because only ``ringdance.torch`` uses NCCL. A number, because scripts compare it."""
+    """Return 0, because only ``ringdance.torch`` uses NCCL. An integer, because scripts compare it."""
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Checkpoint files: complete or absent, even if a writer is killed or several writers share a directory.
+"""Checkpoint files, which are complete or absent even if a writer is killed or writers share a directory.
 
 Note [Manifests]: a checkpoint exists from the moment its manifest is renamed to ``.<file>.json``. Until then,
 its files have temporary names that contain a unique token, which is also recorded in the manifest. Afterwards
@@ -30,10 +30,10 @@ from ringdance.host.files import open_at_once, sync_path
 _log = logging.getLogger("ringdance")
 _MOST_BYTES = 1 << 16  # Maximum size of a manifest.
 TABLE = ".npy"
-"""Suffix of a checkpoint's table, appended to the checkpoint's name."""
+"""Suffix of a checkpoint's table file, appended to the name of the checkpoint file."""
 tokens: set[str] = set()
-"""Tokens of the saves in progress in this process, see Note [Manifests]."""
-_naming = threading.Lock()  # For two writers in this process that use the same directory and name.
+"""Tokens of the saves in progress in this process. See Note [Manifests]."""
+_naming = threading.Lock()  # For writers in this process that use the same directory and name.
 _locks: dict[Path, IO[bytes]] = {}  # Held until this process exits.
 
 
@@ -42,15 +42,15 @@ class CheckpointError(RingdanceError):
 
 
 class SavedCheckpoint(NamedTuple):
-    """A checkpoint in the directory.
+    """A checkpoint found in the directory.
 
     Attributes:
         number: Number of the checkpoint.
-        serial: Position in the order of saving, from 1. 0 if the manifest is missing.
-        token: Token in the files' temporary names. "" if the manifest is missing. See Note [Manifests].
-        sizes: Sizes of the checkpoint's file and table in bytes. A single entry without a table.
-        checksums: CRC-32 of these files. () if the manifest is missing.
-        problem: Why the checkpoint is not complete, or "".
+        serial: Position in the order of saving, starting at 1. 0 if the manifest is missing.
+        token: Token in the temporary file names. Empty if the manifest is missing. See Note [Manifests].
+        sizes: Sizes of the checkpoint file and the table file in bytes. A single entry without a table.
+        checksums: CRC-32 of each of these files. Empty if the manifest is missing.
+        problem: Why the checkpoint is not usable. Empty if it is complete.
     """
 
     number: int
@@ -67,7 +67,7 @@ class SavedCheckpoint(NamedTuple):
 
 
 class CheckpointFiles:
-    """A directory's checkpoint files, used on rank 0. Only one thread writes. See Note [Manifests]."""
+    """The checkpoint files in a directory, used on rank 0. Only one thread writes. See Note [Manifests]."""
 
     def __init__(self, directory: Path, keep: int, name: str, suffix: str) -> None:
         self._directory, self._keep, self._name, self._suffix = directory, keep, name, suffix
@@ -83,7 +83,7 @@ class CheckpointFiles:
         return self._directory / f"{self._name}-{number:08d}{self._suffix}"
 
     def scan(self) -> list[SavedCheckpoint]:
-        """Return all checkpoints: damaged ones, ones without a manifest, then the rest in order of saving."""
+        """Return all checkpoints: damaged ones, ones without a manifest, and then others in saved order."""
         present = [saved for number in self._numbers() if (saved := self.look(number))]
         return sorted(present, key=lambda saved: (not saved.problem, saved.serial, saved.number))
 
@@ -112,7 +112,7 @@ class CheckpointFiles:
             pass
         except (ArithmeticError, AttributeError, ValueError, LookupError, TypeError, OSError, RecursionError):
             saved = SavedCheckpoint(number, problem=f"{_manifest(path)} is damaged")
-        # Look at the table first, because a process that removes a checkpoint starts with the main file.
+        # Check the table first, because a process that removes a checkpoint starts with the main file.
         for file, size in reversed(list(zip(files, saved.sizes, strict=False))):
             there = _size(present_path(file, saved.token))
             if there is None and file == path:
@@ -126,7 +126,7 @@ class CheckpointFiles:
         return saved if _size(present_path(path, saved.token)) is not None else None
 
     def find(self, number: int | None) -> SavedCheckpoint | None:
-        """Return checkpoint ``number``, or the last one saved if it is None. None if there are none.
+        """Return checkpoint ``number`` (None means the last one saved), or None if no checkpoint exists.
 
         Raises:
             CheckpointError: The checkpoint does not exist or is damaged.
@@ -188,7 +188,7 @@ class CheckpointFiles:
     def write(
         self, number: int, token: str, write: Callable[[Path], Any], write_table: Callable[[], None] | None
     ) -> None:
-        """Write a checkpoint as in Note [Manifests], then remove the oldest checkpoints beyond ``keep``."""
+        """Write a checkpoint as described in Note [Manifests], then remove all but the last ``keep``."""
         path = self.path(number)
         files = [path, *([table_path(path)] if write_table is not None else [])]
         partials = [partial_path(file, token) for file in (*files, _manifest(path))]
@@ -224,7 +224,7 @@ class CheckpointFiles:
                 self._remove(old)
 
     def _claim(self) -> None:
-        """Before the first save, finish checkpoints of killed writers, and remove incomplete ones."""
+        """Before the first save, finish or remove the checkpoints that killed writers left behind."""
         with _naming:
             if self._claimed:
                 return
@@ -249,7 +249,7 @@ class CheckpointFiles:
             for path in self._directory.iterdir():
                 match = self._partials.fullmatch(path.name)
                 if match and match["token"] not in tokens:
-                    with contextlib.suppress(OSError):  # It fails if, for example, the path is a directory.
+                    with contextlib.suppress(OSError):  # For example, the path may be a directory.
                         path.unlink()
 
     def _finish(self, saved: SavedCheckpoint) -> None:
@@ -262,14 +262,14 @@ class CheckpointFiles:
             table_path(path).unlink(missing_ok=True)
 
     def _remove(self, number: int) -> None:
-        """Remove a checkpoint. The main file goes first, because without it the checkpoint does not exist."""
+        """Remove a checkpoint, starting with the main file, without which the checkpoint does not exist."""
         path = self.path(number)
         for file in (path, table_path(path), _manifest(path)):
             file.unlink(missing_ok=True)
 
 
 def table_path(path: Path) -> Path:
-    """Return the path of a checkpoint's table."""
+    """Return the path of a checkpoint's table file."""
     return path.with_name(f"{path.name}{TABLE}")
 
 
@@ -283,7 +283,7 @@ def partial_path(path: Path, token: str) -> Path:
 
 
 def _size(path: Path) -> int | None:
-    """Return the size of a file in bytes, or None if it does not exist or cannot be a file."""
+    """Return the size of a file in bytes, or None if it does not exist or is not a regular file."""
     try:
         return path.stat().st_size if path.is_file() else None
     except OSError:

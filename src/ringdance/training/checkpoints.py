@@ -32,25 +32,25 @@ from ringdance.training.objects import broadcast_object
 __all__ = ["CheckpointError", "Checkpoints"]
 
 _log = logging.getLogger("ringdance")
-_READS = 5  # Attempts to read a checkpoint while another process replaces it.
+_READS = 5  # Number of attempts to read a checkpoint that other processes keep replacing.
 
 
 class Checkpoints:
     """Numbered checkpoints in a directory. Only the most recent ones are kept.
 
-    All ranks must call the methods. Only rank 0 uses the directory, so no other host needs access to it. A
+    All ranks must call each method. Only rank 0 uses the directory, so no other host needs access to it. A
     checkpoint exists once it is completely on disk, so a killed run loses at most the checkpoint that it was
-    writing. Other checkpoints can be in the same directory if their name or suffix differs.
+    writing. Several objects can share a directory if their names or suffixes differ.
 
     Args:
-        directory: Directory, created if needed.
+        directory: Directory of the checkpoints. Created if needed.
         keep: Number of checkpoints to keep.
-        name: Files are named ``<name>-<number><suffix>``. Tables have ``.npy`` appended.
+        name: Files are named ``<name>-<number><suffix>``. Table files have ``.npy`` appended.
         suffix: Suffix such as ".pt". It cannot end with ".npy".
 
     Raises:
         ArgumentError: ``keep`` is less than 1, or ``name`` or ``suffix`` cannot be used in file names.
-        CheckpointError: Rank 0 cannot create the directory. Raised on all ranks, as are the methods' errors.
+        CheckpointError: Rank 0 cannot create the directory. Raised on all ranks, like the methods' errors.
     """
 
     def __init__(
@@ -59,7 +59,10 @@ class Checkpoints:
         if not isinstance(keep, int) or keep < 1:
             raise ArgumentError(f"keep={keep!r} must be a positive integer.")
         if "/" in name + suffix or suffix.endswith(TABLE):
-            raise ArgumentError(f"name={name!r}, suffix={suffix!r} must not contain '/' or end with {TABLE}.")
+            raise ArgumentError(
+                f"name={name!r} and suffix={suffix!r} must not contain '/', and suffix must not end with "
+                f"{TABLE}."
+            )
         self.directory = Path(directory)
         self._files = CheckpointFiles(self.directory, keep, name, suffix)
         self._is_writer, self._host = session.engine().rank == 0, session.engine().hosts[0]
@@ -71,17 +74,17 @@ class Checkpoints:
     def save(
         self, number: int, write: Callable[[Path], Any], table: EmbeddingTable | None = None
     ) -> None:
-        """Write a checkpoint in the background, after waiting for the previous one to complete.
+        """Wait for the previous checkpoint to be complete, then write a checkpoint in the background.
 
         Args:
             number: Non-negative number, such as the step. Replaces an existing checkpoint with this number.
             write: Called on rank 0 in a thread, with the path of the file to write. The data that it saves
-                must not change until it returns, so let it save copies.
+                must not change before it returns, so save copies.
             table: Table to save in a separate file, with its current values.
 
         Raises:
-            CheckpointError: The previous checkpoint could not be written, or the table is sharded, and
-                therefore written before this call returns, and could not be written.
+            CheckpointError: The previous checkpoint could not be written, or a sharded table, which is
+                written before this call returns, could not be written.
         """
         if (number := operator.index(number)) < 0:
             raise ArgumentError(f"Checkpoints.save({number}): number must not be negative.")
@@ -93,7 +96,7 @@ class Checkpoints:
         try:
             write_table = None if table is None else table.snapshot(path)
         except OSError as error:
-            with contextlib.suppress(OSError):  # Only rank 0 has the file.
+            with contextlib.suppress(OSError):  # The file exists only on rank 0.
                 path.unlink()
             raise self._error(self._not_written(number, error)) from None
         if self._executor is not None:
@@ -115,7 +118,7 @@ class Checkpoints:
 
         def result() -> None:
             if (writing := self._writing) is not None:
-                wait([writing])  # After Ctrl-C here, the next call waits for it again.
+                wait([writing])  # If Ctrl-C interrupts this, the next call waits again.
                 self._writing = None
                 writing.result()
 
@@ -134,11 +137,11 @@ class Checkpoints:
 
         Args:
             number: Number of the checkpoint. None means the last one saved. In that case, damaged checkpoints
-                are skipped with a warning, and the result is None if the directory has none.
+                are skipped with a warning, and the result is None if none exist.
             table: Table to fill with the values that were saved with the checkpoint.
 
         Raises:
-            CheckpointError: The checkpoint does not exist or has no table, or all are damaged.
+            CheckpointError: The checkpoint does not exist, is damaged or has no table, or all are damaged.
             ArgumentError: The saved table has a different shape. Raised on all ranks.
         """
 

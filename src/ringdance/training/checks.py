@@ -27,7 +27,7 @@ _DTYPE_NAMES: dict[np.dtype[Any], str] = {
 
 
 def know_dtypes(framework: Any) -> frozenset[Any]:
-    """Register the dtypes of a framework's module, so that requests may use them. Returns these dtypes."""
+    """Register the dtypes that a framework's module defines, so that requests can use them. Return them."""
     names = {getattr(framework, name): name for name in _DTYPE_NAMES.values() if hasattr(framework, name)}
     _DTYPE_NAMES.update(names)
     return frozenset(names)
@@ -40,21 +40,21 @@ _OPERATIONS = {int(operation): operation for operation in ReduceOp}
 class UnsupportedOperationError(ArgumentError, CollectiveError, NotImplementedError):
     """The operation is not supported for this collective, dtype or number of ranks.
 
-    Raised immediately, on the calling rank only.
+    Raised immediately, and only on the calling rank.
 
     Derives from all three classes, because Horovod raises different ones in different cases.
     """
 
 
 def pick_operation(average: bool | None, op: int | None) -> ReduceOp:
-    """Return the operation for Horovod's arguments ``average`` and ``op``. Average if both are ``None``.
+    """Return the operation that Horovod's arguments ``average`` and ``op`` select. The default is Average.
 
     Raises:
-        ArgumentError: Both are passed, or ``op`` is not a known number.
+        ArgumentError: Both are passed, or ``op`` is not a valid operation.
     """
     if average is not None:
         if op is not None:
-            raise ArgumentError("Pass op, such as op=hvd.Average or op=hvd.Sum, or average=, but not both.")
+            raise ArgumentError("Pass either op (such as op=hvd.Average or op=hvd.Sum) or average, not both.")
         text = "average= is deprecated; use op=hvd.Average or op=hvd.Sum."
         warnings.warn(text, DeprecationWarning, stacklevel=level_of_caller())
         return ReduceOp.AVERAGE if average else ReduceOp.SUM
@@ -74,14 +74,14 @@ def describe(
     """Return the description of a request.
 
     Raises:
-        ArgumentError: There are no tensors, or a data type or operation is not supported.
+        ArgumentError: There are no tensors, or a dtype or the operation is not supported.
     """
     if not dtypes:
         raise ArgumentError("A group needs at least one tensor.")
     for dtype in dtypes:
         if dtype not in _DTYPE_NAMES:
             known = ", ".join(dict.fromkeys(_DTYPE_NAMES.values()))
-            raise ArgumentError(f"Tensors of type {dtype} are not supported. Supported types: {known}.")
+            raise ArgumentError(f"Tensors of dtype {dtype} are not supported. Supported dtypes: {known}.")
     names = tuple(_DTYPE_NAMES[dtype] for dtype in dtypes)
     _check_operation(kind, names, operation)
     detail: tuple[int, ...] = ()
@@ -120,18 +120,18 @@ def check_gradient(operation: ReduceOp, size: int, where: str) -> None:
     """Raise UnsupportedOperationError if a reduction over several ranks has no gradient."""
     if size > 1 and operation not in (ReduceOp.AVERAGE, ReduceOp.SUM):
         raise UnsupportedOperationError(
-            f"{where}: {operation.name.title()} has no gradient, only Average and Sum do. Use one of these "
+            f"{where}: {operation.name.title()} has no gradient; only Average and Sum do. Use one of these, "
             "or stop the gradient (x.detach(), tf.stop_gradient(x), jax.lax.stop_gradient(x))."
         )
 
 
 def is_random_state(variable: Any) -> bool:
-    """Return True if a variable is a Keras 3 seed, such as dropout's. Each rank keeps its own seeds."""
+    """Return True if a variable is a Keras 3 seed (as in Dropout). Each rank keeps its own seeds."""
     return "seed_generator_state" in str(getattr(variable, "path", ""))
 
 
 def is_gradient_sum(variable: Any) -> bool:
-    """Return True if a variable accumulates gradients in a Keras 3 optimizer. Each rank has its own sums."""
+    """Return True if a variable sums gradients in a Keras 3 optimizer. Each rank keeps its own sums."""
     return "gradient_accumulator" in str(getattr(variable, "path", ""))
 
 
@@ -140,7 +140,7 @@ def check_root(root: int, members: tuple[int, ...], name: str | None, set_id: in
     if root not in members:
         raise ArgumentError(
             f"broadcast{f' {name!r}' if name else ''}: root rank {root} is not in process set {set_id} with "
-            f"the ranks {list(members)}. The root must be given as a global rank."
+            f"ranks {list(members)}. The root must be given as a global rank."
         )
 
 
@@ -155,7 +155,7 @@ def split_rows(view: Array, splits: Array | None, size: int, name: str, engine: 
         engine: Engine of this rank, for messages.
 
     Raises:
-        ArgumentError: The splits do not fit the tensor or the number of members.
+        ArgumentError: The splits do not match the number of rows or the number of members.
     """
     where = f"{name} on rank {engine.rank} ({engine.hosts[engine.rank]})"
     rows = view.shape[0] if view.ndim else 0
@@ -171,6 +171,6 @@ def split_rows(view: Array, splits: Array | None, size: int, name: str, engine: 
     if (splits < 0).any() or int(splits.sum()) > rows:
         raise ArgumentError(
             f"{where}: splits {splits.tolist()} must not be negative, and their sum {int(splits.sum())} must "
-            f"not exceed the tensor's number of rows, {rows}."
+            f"not exceed the number of rows in the tensor, {rows}."
         )
     return np.ascontiguousarray(splits, np.int64)

@@ -1,8 +1,8 @@
-"""Collective calls on NumPy views: the path that every binding takes to the engine.
+"""Collective calls on NumPy views: the path from every binding to the engine.
 
-A binding makes a ``Call`` (``reduction`` and ``movement`` check the user's arguments), converts its tensors
-to NumPy views, submits the call and converts the results back to tensors. A call holds no tensors, so
-compiling frameworks can store it in a graph as text.
+A binding creates a ``Call`` (``reduction`` and ``movement`` check the user's arguments), converts its tensors
+to NumPy views, submits the call and converts the results back to tensors. A call contains no tensors, so
+frameworks that compile programs can store it in a graph as text.
 
 Note [Refused calls]
 An argument error that only this rank can see is raised here immediately. The other ranks are still waiting
@@ -35,7 +35,7 @@ Arrays = tuple[Array, ...]
 
 
 def array_at(address: int, shape: tuple[int, ...], dtype: np.dtype[Any], owner: Any = None) -> Any:
-    """Return a writable array over a framework's memory. The array keeps the memory's ``owner`` alive."""
+    """Return a writable array over a framework's memory, which keeps the ``owner`` of that memory alive."""
     nbytes = math.prod(shape) * dtype.itemsize
     if not nbytes:
         return np.empty(shape, dtype)
@@ -51,16 +51,16 @@ class Call:
     Args:
         kind: The collective.
         name: Key that matches this call with the other ranks' calls. If ``None``, calls match by order.
-        operation: The reduction's operation. Only for reductions.
-        prescale, postscale: Factors applied before and after a reduction.
+        operation: Reductions only: the operation.
+        prescale, postscale: Reductions only: factors applied before and after the reduction.
         set_id: Id of the process set.
-        root: Global rank of a broadcast's root.
+        root: Broadcasts only: global rank of the root.
         grouped: True if the call takes a list of tensors, which are exchanged together.
         equal_splits: True for an alltoall without splits.
-        tables: Names of the tables whose rows are reduced. See ``training.gradients.sparse.submit``.
-        step_mark: In the last exchange of a step, says who marks the step as complete. See ``completed``.
-        pattern: Gradient reductions only: the pattern from ``lists.pattern_of``.
-        weights: Weight comparisons only: the texts from ``training.gradients.weights.call_of``.
+        tables: Names of the tables whose rows are reduced. See ``gradients.sparse.submit``.
+        step_mark: Set in the last exchange of a step: the kind of caller that marks it. See ``completed``.
+        pattern: Gradient reductions only: the text from ``gradients.lists.pattern_of``.
+        weights: Weight comparisons only: the texts from ``gradients.weights.call_of``.
     """
 
     kind: Collective
@@ -76,7 +76,7 @@ class Call:
     step_mark: int = 0  # A StepMark as an integer, because hashing Enum members is slow.
     pattern: str = ""
     weights: tuple[str, ...] = ()
-    # Dtypes and shapes of the last submission, and its description. Comparing them is faster than hashing.
+    # The last submission's dtypes and shapes, and its description. Comparing them is faster than hashing.
     _described: list[Any] = field(default_factory=lambda: [None], init=False, repr=False, compare=False)
 
     @property
@@ -118,19 +118,19 @@ class Call:
 
         Args:
             engine: Engine of this rank.
-            inputs: Contiguous views. They must not change until the call is complete.
-            outputs: Arrays that receive the results. Only allowed if the call ``keeps_shapes``. Pass the
-                inputs to work in place, or ``None`` to let the engine allocate.
-            splits: Alltoall only: for each tensor, the numbers of rows to send to each member, or ``None``.
+            inputs: Contiguous views, whose contents must not change until the call is complete.
+            outputs: Arrays that receive the results. Only allowed if ``keeps_shapes`` is True. Pass the
+                inputs to work in place, or ``None`` to let the engine allocate the results.
+            splits: Alltoall only: for each tensor, the number of rows to send to each member, or ``None``.
             wake: If True, wake the engine thread to start the call. Callers that wait right away pass False.
-            device: Kind of device, if the inputs are the framework's own tensors.
+            device: Type of device, if the inputs are the framework's own tensors.
             ready: Passed on to ``Request``.
 
         Returns:
             A ``Work`` whose result is a list of arrays, one for each input.
 
         Raises:
-            ArgumentError: A type, operation, root or split is invalid, this process is not a member, or
+            ArgumentError: A dtype, operation, root or split is invalid, this process is not a member, or
                 another call with this name is in flight. Peers get the same message. See Note [Refused
                 calls].
         """
@@ -175,7 +175,7 @@ class Call:
         return replace(described, pattern=self.pattern, device=device), name
 
     def refuse(self, engine: Engine, error: Exception | str) -> None:
-        """Make the call fail on the peers. Sends each error only once. See Note [Refused calls]."""
+        """Make the call fail on the peers, unless they already have this error. See Note [Refused calls]."""
         if isinstance(error, str) or not getattr(error, "sent_to_peers", False):
             if isinstance(error, Exception):
                 error.sent_to_peers = True  # type: ignore[attr-defined]
@@ -191,9 +191,9 @@ class Call:
         """Return the collective that computes the gradient of this call.
 
         Raises:
-            UnsupportedOperationError: The operation is not linear (Min, Max, Product or Adasum), and the
-                set has several ranks.
-            NotImplementedError: No gradient is defined for this kind of collective.
+            UnsupportedOperationError: The operation is Min, Max, Product or Adasum, which have no gradient,
+                and the process set has several ranks.
+            NotImplementedError: This kind of collective has no gradient.
         """
         size = len(engine.members(self.set_id))
         checks.check_gradient(self.operation, size, f"{self.full_name or 'allreduce'} on rank {engine.rank}")
@@ -218,25 +218,25 @@ _FIELDS = [field.name for field in fields(Call) if field.init]
 
 
 class Keep(enum.Enum):
-    """Which part of a backward call's results is this rank's gradient."""
+    """The part of a backward call's results that is this rank's gradient."""
 
     ALL = enum.auto()
-    OWN_ROWS = enum.auto()  # The rows of each result that this rank contributed to the gather.
+    OWN_ROWS = enum.auto()  # The rows in each result that match this rank's input to the allgather.
     ROOT = enum.auto()  # All rows on the root, zeros on the other ranks.
-    PADDED = enum.auto()  # All rows, followed by zeros for the rows that were not sent.
+    PADDED = enum.auto()  # All rows, followed by zeros for the rows that the forward call did not send.
 
 
 @dataclass(frozen=True)
 class Backward:
-    """Computes a collective's gradient: a collective on the results' gradients, then a local step.
+    """How to compute a collective's gradient: a collective on the results' gradients, then a local step.
 
     All ranks of the set must run the backward pass. The gradient of a named call has the name
-    ``<name>.grad``. The gradients of unnamed calls have no names, so they must run in the same order on all
-    ranks, like the calls themselves.
+    ``<name>.grad``. The gradients of unnamed calls have no names, so, like the calls themselves, they must
+    run in the same order on all ranks.
 
     Args:
-        call: Call that exchanges the gradients of the results. For an alltoall, pass the received splits.
-        keep: Which part of the call's results is the gradient.
+        call: Call that exchanges the gradients of the results. An alltoall takes the received splits.
+        keep: The part of the call's results that is the gradient.
         scale: Factor applied to the gradients before the call.
     """
 
@@ -245,8 +245,8 @@ class Backward:
     scale: float = 1.0
 
 
-# Return a call with these fields. Equal fields give the same object, so that its description is built only
-# once. Don't use this where the tensors' shapes change from call to call.
+# Returns a call with these fields. Equal fields give the same object, so that its description is built only
+# once. Do not use this if the shapes of the tensors change from call to call.
 prepared = lru_cache(maxsize=4096)(Call)
 
 
@@ -267,7 +267,7 @@ def reduction(
     """Build the call for an allreduce or reducescatter from the user's arguments.
 
     Raises:
-        ArgumentError: ``op`` or ``process_set`` is wrong. Peers get the same message.
+        ArgumentError: ``op`` or ``process_set`` is invalid. Peers get the same message.
     """
     number = set_id(process_set)
     try:
@@ -289,10 +289,10 @@ def movement(
     kind: Collective, name: str | None, process_set: ProcessSet, grouped: bool = False, root: int = -1,
     equal_splits: bool = False,
 ) -> Call:
-    """Build the call for a collective that only moves data from the user's arguments.
+    """Build, from the user's arguments, the call for a collective that moves data without reducing it.
 
     Raises:
-        ArgumentError: ``process_set`` is wrong.
+        ArgumentError: ``process_set`` is invalid.
         TypeError: ``root`` is not a number. Peers get the same message.
     """
     number = set_id(process_set)
@@ -309,26 +309,26 @@ def _refuse_early(call: Call, error: Exception) -> None:
 
 
 _BARRIER = Description(Collective.BARRIER)
-# Methods to call when all ranks have joined. Weak references, so registering does not keep an object alive.
+# Methods to call after all ranks have joined. Weak references, so that registration keeps no object alive.
 _listeners: weakref.WeakKeyDictionary[Engine, list[weakref.WeakMethod[Callable[[], None]]]] = (
     weakref.WeakKeyDictionary()
 )
 
 
 def on_join(engine: Engine, method: Callable[[], None]) -> None:
-    """Call a bound method each time ``join`` returns on this rank, while the method's object is alive."""
+    """Call a bound method each time ``join`` returns on this rank, for as long as its object is alive."""
     known = [reference for reference in _listeners.get(engine, []) if reference() is not None]
     _listeners[engine] = [*known, weakref.WeakMethod(method)]
 
 
 def barrier(engine: Engine, set_id: int = 0) -> None:
-    """Return after all members have called this."""
+    """Return once all members have called this function."""
     members_of(engine, set_id)
     engine.submit(Request(_BARRIER, set_id=set_id), wake=False).wait()
 
 
 def join(engine: Engine) -> int:
-    """Contribute zeros to the other ranks' calls until all have joined. Returns the last rank to join."""
+    """Contribute zeros to other ranks' calls until all ranks have joined. Return the last rank to join."""
     last: int = engine.submit(Request(Description(Collective.JOIN)), wake=False).wait()
     engine.joins += 1
     for listener in [reference() for reference in _listeners.get(engine, [])]:

@@ -1,4 +1,4 @@
-"""Training that continues after an error: a committed state, and a loop that restores it and tries again.
+"""Training that continues after an error, with a committed state and a loop that restores it and retries.
 
 ::
 
@@ -38,7 +38,7 @@ from ringdance.training.objects import broadcast_object
 
 _log = logging.getLogger("ringdance")
 
-# Give up after more than this many consecutive failures without a new commit.
+# Maximum number of consecutive failures without a new commit.
 MOST_FAILURES = 10
 
 T = TypeVar("T")
@@ -46,7 +46,7 @@ Broadcast = Callable[[Any], Any]
 
 
 class State:
-    """The state of a training run. Base class for each framework's states.
+    """The state of a training run. Base class for the states of all frameworks.
 
     Subclasses define ``save``, ``restore`` and ``sync``, and ``reset`` if needed.
 
@@ -58,14 +58,14 @@ class State:
     def __init__(
         self, bcast_object: Broadcast | None = None, get_rank: Callable[[], int] | None = None
     ) -> None:
-        # A separate name, so that this call cannot match one of the script's own broadcasts.
+        # Its own name, so that this call cannot match one of the script's broadcasts.
         self._bcast_object = bcast_object or functools.partial(broadcast_object, name="elastic.state")
         self._rank = get_rank or basics.rank
         self._reset_callbacks: list[Callable[[], Any]] = []
         self._saves = 0
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], Any]]) -> None:
-        """Register functions to call, in this order, after each restart of the job.
+        """Register functions to call after each restart of the job, in this order.
 
         The number of ranks may have changed, so this is the place to rescale the learning rate.
         """
@@ -78,19 +78,19 @@ class State:
             callback()
 
     def commit(self) -> None:
-        """Save the state. All ranks call this at the same point."""
+        """Save the state. All ranks must call this at the same point."""
         self.save()
         self._saves += 1
 
     def check_host_updates(self) -> None:
-        """Do nothing, because a job's hosts never change. Exists for Horovod scripts that call it."""
+        """Do nothing, because the hosts of a job never change. Exists for Horovod scripts."""
 
     def save(self) -> None:
-        """Copy the state in memory, for ``restore``."""
+        """Keep a copy of the state in memory for ``restore``."""
         raise NotImplementedError
 
     def restore(self) -> None:
-        """Go back to the last saved state."""
+        """Restore the last saved state."""
         raise NotImplementedError
 
     def sync(self) -> None:
@@ -102,13 +102,13 @@ class State:
 
 
 class ObjectState(State):
-    """A state of plain attributes. ``ObjectState(epoch=0)`` has the attribute ``state.epoch``.
+    """A state that consists of plain attributes: ``state = ObjectState(epoch=0)`` sets ``state.epoch``.
 
     ``save`` copies lists, dicts, sets, arrays and their contents, so that changing them in place does not
     change the saved state. Objects of other classes are not copied.
 
-    ``sync`` sends both rank 0's current values and its last saved values to all ranks. A later ``restore``
-    then restores the same consistent state everywhere, saved at a single point in time.
+    ``sync`` sends rank 0's current and last saved values to all ranks, so that a later ``restore`` restores
+    the same state on all ranks.
 
     Args:
         bcast_object, get_rank: Passed on to ``State``.
@@ -141,7 +141,7 @@ class ObjectState(State):
             setattr(self, name, self._copied(value))
 
     def sync(self) -> None:
-        """Copy rank 0's attributes to all ranks, both current and last saved values."""
+        """Copy both the current and the last saved attributes from rank 0 to all ranks."""
         if not self._saved_state:
             return
         values = {name: getattr(self, name) for name in self._saved_state}
@@ -152,7 +152,7 @@ class ObjectState(State):
                 setattr(self, name, value)
 
     def _copied(self, value: Any) -> Any:
-        """Copy containers and arrays recursively. Keep other objects, which may refer to further objects."""
+        """Return a deep copy of containers and arrays. Other objects are not copied."""
         kind = type(value)
         if kind in (dict, OrderedDict, defaultdict, Counter, list, deque):
             copied = copy.copy(value)
@@ -165,7 +165,7 @@ class ObjectState(State):
 
 
 class VariablesState(ObjectState):
-    """A framework's variables and plain attributes. Subclasses define how to access the variables."""
+    """A state of variables and plain attributes. Subclasses define how to access a framework's variables."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -201,10 +201,10 @@ class VariablesState(ObjectState):
 
 
 def restart() -> None:
-    """Leave and rejoin the job, on all ranks. The script must add its process sets again.
+    """Leave and rejoin the job. All ranks call this. The script must add its process sets again.
 
     Raises:
-        RankLostError: A process has exited, or does not join within the setting ``elastic_timeout``.
+        RankLostError: A process has exited, or does not rejoin within the setting ``elastic_timeout``.
     """
     basics.init(session.regroup())
 
@@ -212,8 +212,8 @@ def restart() -> None:
 def run_fn(func: Callable[..., T], reset: Callable[[], Any]) -> Callable[..., T]:
     """Wrap ``func`` in a loop that restarts it after a collective has failed. See the module docstring.
 
-    The loop gives up and raises the error if it cannot continue (because a process has exited), or after ten
-    attempts without a new commit.
+    The loop gives up and raises the error if a process has exited, or if training fails more than ten times
+    in a row without a new commit.
 
     Args:
         func: Function whose first parameter is a ``State``.
@@ -248,14 +248,14 @@ def run_fn(func: Callable[..., T], reset: Callable[[], Any]) -> Callable[..., T]
 
 
 class _Failures:
-    """Counts failures since the last commit and limits them."""
+    """Counts the failures since the last commit, and limits their number."""
 
     def __init__(self, state: State) -> None:
         self._state = state
         self._saves = self._count = 0
 
     def note(self, error: CollectiveError) -> None:
-        """Return normally if training can restart. Otherwise, raise the error and state the reason."""
+        """Count a failure. If training cannot restart, raise the error with a note that gives the reason."""
         saves = getattr(self._state, "_saves", 0)
         self._count = 1 if saves != self._saves else self._count + 1
         self._saves = saves
@@ -288,23 +288,23 @@ def run(func: Callable[..., T]) -> Callable[..., T]:
 class ElasticIndices:
     """Divides the remaining samples of an epoch among the ranks.
 
-    The data set's indices are shuffled with Python's ``random`` module, seeded with ``seed + epoch``. The
-    first ``processed_num`` indices are done. The remaining indices are padded to a multiple of the number of
-    ranks, by repeating the first ones, and are distributed round-robin. All ranks compute the same
-    indices without communication.
+    The indices of the data set are shuffled with Python's ``random`` module, seeded with ``seed + epoch``.
+    The first ``processed_num`` have already been processed. The remaining ones are padded to a multiple of
+    the number of ranks, by repeating the first of them, and are distributed round-robin. All ranks compute
+    the same order without communication.
 
     Args:
         length: Number of samples in the data set.
-        shuffle: If False, keep the data set's order.
+        shuffle: If False, keep the order of the data set.
         seed: Seed for shuffling, the same on all ranks.
 
     Attributes:
         epoch: Epoch set by ``set_epoch``.
-        processed_num: Number of samples done in this epoch, on all ranks together.
-        num_replicas, rank: Number of ranks and this rank's number, as of the last ``reset``.
+        processed_num: Number of samples processed in this epoch, in total over all ranks.
+        num_replicas, rank: Number of ranks, and rank of this process, as of the last ``reset``.
         remaining_indices: Indices that had not been processed at the last ``reset``.
         num_samples: Number of remaining samples per rank, with padding.
-        total_size: Number of remaining samples on all ranks together, with padding.
+        total_size: Number of remaining samples in total over all ranks, with padding.
     """
 
     def __init__(self, length: int, shuffle: bool = True, seed: int = 0) -> None:
@@ -324,11 +324,11 @@ class ElasticIndices:
         self.processed_num += batch_size * self.num_replicas
 
     def state_dict(self) -> dict[str, int]:
-        """Return the epoch and the number of samples done in it."""
+        """Return the epoch and the number of samples processed in it."""
         return {"epoch": self.epoch, "processed_num": self.processed_num}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Set epoch and progress, and distribute the remaining samples again."""
+        """Restore the epoch and its progress, and distribute the remaining samples again."""
         self.epoch = state_dict["epoch"]
         self.processed_num = state_dict["processed_num"]
         self.reset()
@@ -353,7 +353,7 @@ class ElasticIndices:
         return self.num_samples
 
 
-# The last error of a collective in a compiled function. Kept because frameworks pass on only its message.
+# The last error of a collective in a compiled function. Kept because frameworks preserve only its message.
 _last: list[BaseException] = []
 
 

@@ -1,7 +1,7 @@
-"""An embedding table in host memory. Each step reads and updates some of its rows.
+"""An embedding table in host memory, of which each step reads and updates some rows.
 
-The framework sees only the rows that a step uses, and computes their gradient as for any dense tensor. A
-step's time and memory therefore do not depend on the size of the table. A table is either replicated (all
+The framework sees only the rows that a step uses, and computes their gradient as for any dense tensor. The
+time and memory for a step therefore do not depend on the size of the table. A table is either replicated (all
 ranks hold all rows) or sharded (row r is held by rank r % size).
 """
 
@@ -32,15 +32,15 @@ _tables: weakref.WeakSet[EmbeddingTable] = weakref.WeakSet()
 
 
 def forget_lookups() -> None:
-    """Discard all tables' lookups from a failed step, because no ``update`` will follow them."""
+    """Discard the lookups of a failed step in all tables, because no ``update`` will follow them."""
     for table in list(_tables):
         table._lookups.clear()
 
 
 class EmbeddingTable:
-    """Float32 rows that are looked up by row number and updated by Adagrad.
+    """A table of float32 rows that are looked up by row number and updated by Adagrad.
 
-    All ranks make the same calls. In each step::
+    All ranks must make the same calls. In each step::
 
         rows, places = table.lookup(ids)     # rows[places] are the embeddings, of shape (*ids.shape, columns)
         ...                                  # the gradient of this rank's loss with respect to rows
@@ -52,9 +52,9 @@ class EmbeddingTable:
         rate: Learning rate. May be changed at any time.
         scale: Standard deviation of the normal distribution from which initial values are drawn.
         accumulator: Initial sum of squared gradients, 0 or more. Larger values make the first steps smaller.
-            The default is the same as in Keras and TensorFlow. If the loss is a mean over the batch,
-            gradients are small. As long as the sum of their squares is far below this value, the updates are
-            like SGD with a learning rate of rate / sqrt(accumulator).
+            The default is the same as in Keras and TensorFlow. While the squares of the gradients sum to much
+            less than this value (as with a loss that is a mean over the batch), updates are like SGD with a
+            learning rate of rate / sqrt(accumulator).
         sharded: If True, each rank holds only its own part of the rows, and ``lookup`` is a collective call.
         seed: Seed for the initial values, which do not depend on the number of ranks.
         name: Key that matches the ranks' calls. Also appears in messages.
@@ -90,7 +90,7 @@ class EmbeddingTable:
             self._own(self.values, begin, end)[:] = drawn[self._first(begin) :: self._size]
 
     def lookup(self, ids: Any, training: bool = True) -> tuple[Array, Array]:
-        """Return the distinct rows that ``ids`` select, and for each id the index of its row among them.
+        """Return the distinct rows that ``ids`` select, and the index into these rows for each id.
 
         Args:
             ids: Row numbers: an integer array of any shape, or a tensor in host memory.
@@ -100,8 +100,7 @@ class EmbeddingTable:
             The rows, with shape (n, columns), and the indices (int64), with the shape of ``ids``.
 
         Raises:
-            ArgumentError: An id is not a valid row number. Raised on this rank, and peers get the same
-                message.
+            ArgumentError: An id is not a valid row number. Peers get the same message.
         """
         ids = np.asarray(ids)
         low, high = (int(ids.min()), int(ids.max())) if ids.size else (0, 0)
@@ -127,7 +126,7 @@ class EmbeddingTable:
         """Update rows with the mean of the ranks' gradients. A collective call.
 
         Args:
-            gradients: One gradient for each ``lookup`` since the last update, with respect to its rows. The
+            gradients: For each ``lookup`` since the last update, the gradient with respect to its rows. The
                 gradients are summed, as if the lookups were parts of one batch.
 
         Raises:
@@ -165,7 +164,7 @@ class EmbeddingTable:
         squares = self.accumulators.take(keys, axis=0)  # take is twice as fast as indexing.
         squares += gradient * gradient
         self.accumulators[keys] = squares
-        np.maximum(squares, _TINY, out=squares)  # Avoids 0 / 0 where both sum and gradient are 0.
+        np.maximum(squares, _TINY, out=squares)  # Avoids 0 / 0 where both the sum and the gradient are 0.
         np.sqrt(squares, out=squares)
         np.divide(gradient, squares, out=squares)
         squares *= self.rate
@@ -207,7 +206,8 @@ class EmbeddingTable:
         does nothing.
 
         Args:
-            path: Path to write to, used on rank 0 only. Nothing else may write to it in the meantime.
+            path: Path of the file, used only on rank 0. Nothing else may write to it before the returned
+                function has finished.
 
         Raises:
             OSError: Rank 0 could not write a sharded table. Raised on all ranks.
@@ -222,7 +222,7 @@ class EmbeddingTable:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the whole table, including accumulators. A collective call. Rank 0 writes the file.
 
-        The file is a ``.npy`` array of shape (2, rows, columns) and type float32: values, then accumulators.
+        The ``.npy`` file contains a float32 array of shape (2, rows, columns): values, then accumulators.
 
         Raises:
             OSError: Rank 0 could not write the file. Raised on all ranks.
@@ -245,7 +245,7 @@ class EmbeddingTable:
         Earlier lookups are discarded. Do not pass their gradients to ``update``.
 
         Raises:
-            ArgumentError: The file's table has a different shape, or is damaged. Raised on all ranks.
+            ArgumentError: The file is damaged, or its table has a different shape. Raised on all ranks.
             OSError: Rank 0 could not read the file. Raised on all ranks.
         """
         self._lookups.clear()
@@ -275,7 +275,7 @@ class EmbeddingTable:
                 self._own(array, begin, end)[:] = new[self._first(begin) :: self._size]
 
     def _gathered(self) -> Iterator[tuple[Array, Array]]:
-        """Iterate over the whole table in order. Yields the values and accumulators of one part at a time."""
+        """Yield the values and accumulators of the whole table, one part at a time, in order."""
         if not self.sharded:
             yield self.values, self.accumulators
             return
@@ -297,7 +297,7 @@ class EmbeddingTable:
             yield begin, min(begin + _CHUNK, self.rows)
 
     def _first(self, begin: int) -> int:
-        """Return the offset of this rank's first row in a part that starts at row ``begin``."""
+        """Return the offset of this rank's first row in a part of the table that starts at row ``begin``."""
         return (self._rank - begin) % self._size
 
     def _own(self, array: Array, begin: int, end: int) -> Array:
@@ -307,12 +307,12 @@ class EmbeddingTable:
 
 
 class _Lookup:
-    """The rows of a lookup, and how they were exchanged if the table is sharded.
+    """The rows of a lookup and, if the table is sharded, how they were exchanged.
 
     Attributes:
         keys: Row numbers, ascending and unique.
         order: Permutation that sorts the keys by the rank that holds the row.
-        sent, received: How many rows were requested from each rank, and by each rank.
+        sent, received: Number of rows that this rank requested from each rank, and each rank from this one.
         asked: The requested rows that this rank holds, as indices into its part of the table.
     """
 
@@ -326,10 +326,10 @@ class _Lookup:
 
 
 def _unique(ids: Array) -> tuple[Array, Array]:
-    """Return the unique ids in ascending order, and each id's index among them, like np.unique.
+    """Return the unique ids in ascending order, and the index into them for each id, like np.unique.
 
-    Packing id and position into one integer and sorting these integers is faster than an argsort followed by
-    an indirect lookup. The ids are row numbers of a table in memory, so id and position fit into 63 bits.
+    Packing each id and its position into one integer, and sorting these, is faster than an argsort and an
+    indirect lookup. The ids are row numbers of a table in memory, so both fit into 63 bits.
     """
     bits = len(ids).bit_length()
     pairs = ids << bits
@@ -345,7 +345,7 @@ def _unique(ids: Array) -> tuple[Array, Array]:
 
 
 def _write(path: Path, rows: int, columns: int, parts: Iterator[tuple[Array, Array]]) -> None:
-    """Write a table's parts to a file, as one array."""
+    """Write the parts of a table to a file, as one array."""
     # Not memory-mapped, because a full disk would then cause SIGBUS instead of an OSError.
     header = {"descr": "<f4", "fortran_order": False, "shape": (2, rows, columns)}
     with open(path, "wb") as file:

@@ -1,4 +1,4 @@
-"""How a rank's program ends: successfully, with an uncaught exception, or with ``sys.exit(1)``."""
+"""Handle the end of a rank's program: success, an uncaught exception, or a nonzero exit code."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("ringdance")
 
-# How long the other ranks get to see the message and raise their own error, in seconds. When this process
+# Seconds that the other ranks have to receive the message and raise their own errors. Once this process
 # exits, the MPI launcher kills them.
 _GRACE = 0.5
 
-# JAX adds the prefix "Error dispatching computation: " once for each program through which an error passes.
+# JAX adds the prefix "Error dispatching computation: " once for each program that an error passes through.
 _REPEATED = re.compile(r"(\S[^:\n]*: )\1+")
 
 
 class Process:
-    """The engine of this process and how it ended."""
+    """The engine of this process, and how the process ends."""
 
     engine: Engine | None = None
     comm: Any = None  # the arguments of init()
@@ -49,8 +49,8 @@ class Process:
     tuner: Autotuner | None = None
     failed: bool = False  # the program ends with an uncaught exception or a nonzero exit code
     unseen: tuple[Engine | None, Exception] | None = None  # see ``session.note_unseen``
-    # Returns True if this rank has trained on its own. None if that is unknown or was already reported, or if
-    # the rank has reduced something.
+    # Returns True if this rank has trained. None if that is unknown or was already reported, or if the rank
+    # has reduced something, so that a warning is not needed.
     has_trained: Callable[[], bool] | None = None
 
     def watch(self) -> None:
@@ -81,10 +81,10 @@ class Process:
             self._note_failure()
 
     def _note_failure(self) -> None:
-        """Report (once) that this rank has failed: an error was never raised, or the exit code is not 0."""
+        """Report (once) this rank's failure: an error that was never raised, or a nonzero exit code."""
         if self.unseen is not None and self.pid == os.getpid() and not self.failed:
             self.engine, error = self.unseen
-            error.add_note("ringdance: this happened in a compiled program. No result was read afterwards.")
+            error.add_note("ringdance: this happened in a compiled program, whose results were never read.")
             sys.excepthook(type(error), error.with_traceback(None), None)
         code = 0 if self.failed or self.pid != os.getpid() else exit_code.exit_code()
         if code:
@@ -108,7 +108,7 @@ class Process:
             finalize(self.clean and not self.failed)
 
     def _end_well(self, engine: Engine) -> None:
-        """Leave the job together with all other ranks. If another rank is still waiting, the job fails."""
+        """Leave the job together with the other ranks. If one of them is still waiting, the job fails."""
         done = f" after {engine.recorder.steps_text()}"
         self.clean &= engine.shutdown(f"has ended its program{done}", departing=True)
         _warn_of_incomplete(engine)
@@ -139,14 +139,14 @@ class Process:
                 )  # fmt: skip
 
     def _after_fork(self) -> None:
-        """Keep rank and size in a forked child (a DataLoader worker), but refuse collectives."""
+        """Keep rank and size in a forked child (such as a DataLoader worker), but refuse collectives."""
         self.monitor = RankMonitor()
         if self.engine is not None:
             self.engine.disown()
 
 
 def _fail(engine: Engine, kind: str, message: str, ended: str, trace: str = "") -> None:
-    """Report this rank's failure to the launcher, and stop the job on the other ranks, if any."""
+    """Report this rank's failure to the launcher, and stop the job on any other ranks."""
     if engine.size == 1:
         return
     _cause(engine, kind, message, trace)
@@ -157,7 +157,7 @@ def _fail(engine: Engine, kind: str, message: str, ended: str, trace: str = "") 
 
 
 def _cause(engine: Engine, kind: str, message: str, trace: str = "") -> None:
-    """Report the cause to our launcher. Without a launcher, log what Python has not already printed."""
+    """Report the cause to Ringdance's launcher. Without it, log what Python has not already printed."""
     who = engine.identity
     if "RINGDANCE_JOB" not in os.environ:
         if kind in ("exit", "code"):
@@ -173,7 +173,7 @@ def _cause(engine: Engine, kind: str, message: str, trace: str = "") -> None:
 def _warn_of_incomplete(engine: Engine) -> None:
     """Warn about asynchronous operations that were never waited for. Their results are lost."""
     names = engine.end.incomplete
-    if names and not engine.end.unclean:  # After an unclean end, the waiting rank gets an error.
+    if names and not engine.end.unclean:  # After an unclean end, the rank that waits gets an error.
         shown = ", ".join(f"'{name}'" for name in names[:6])
         more = f" and {len(names) - 6} more" if len(names) > 6 else ""
         _log.warning(

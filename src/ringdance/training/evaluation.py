@@ -1,4 +1,4 @@
-"""Measure predictions over all ranks: top-k accuracy, area under the ROC curve, log-loss."""
+"""Evaluate predictions over all ranks: top-k accuracy, area under the ROC curve, log-loss."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from ringdance.training.objects import allgather_json
 
 __all__ = ["BinaryScores", "TopK"]
 
-_SAMPLES = 256  # Number of scores sampled per rank to choose the ranks' ranges.
+_SAMPLES = 256  # Number of scores that each rank samples, to choose the range of scores for each rank.
 _LEAST = 1e-15  # Probabilities are clipped to this minimum before taking the logarithm.
 
 
 class TopK:
-    """Counts how often the correct class is among the top k. Exact, because the ranks sum integers.
+    """Counts how often the correct class is among the top k. Exact, because counts are integers.
 
-    A class with the same score as the correct class is ranked above it. If the correct class's score is NaN,
-    all other classes are ranked above it.
+    A class with the same score as the correct class is ranked above it. If the score of the correct class is
+    NaN, all other classes are ranked above it.
 
     Args:
         ks: Values of k, such as (1, 5).
@@ -44,11 +44,11 @@ class TopK:
         """Add samples on this rank.
 
         Args:
-            scores: Array, or tensor in host memory, of shape (n, classes).
+            scores: Array or tensor in host memory, of shape (n, classes).
             labels: Integers of shape (n,). Samples with a negative label are excluded from all counts.
 
         Raises:
-            ArgumentError: The shapes do not match, or a label is not an integer or not a valid class number.
+            ArgumentError: The shapes do not match, or a label is not a valid class number.
         """
         scores, labels = np.asarray(scores), np.asarray(labels)
         if scores.ndim != 2 or labels.shape != scores.shape[:1] or labels.dtype.kind not in "iu":
@@ -60,13 +60,13 @@ class TopK:
         if labels.size and labels.max() >= scores.shape[1]:
             raise ArgumentError(f"TopK.add: label {labels.max()} is not one of {scores.shape[1]} classes.")
         right = scores[np.arange(len(labels)), labels]
-        better = np.count_nonzero(~(scores < right[:, None]), axis=1) - 1  # Do not count the class itself.
+        better = np.count_nonzero(~(scores < right[:, None]), axis=1) - 1  # Without the class itself.
         self.count += len(labels)
         for place, k in enumerate(self.ks):
             self._right[place] += int(np.count_nonzero(better < k))
 
     def result(self) -> dict[str, float]:
-        """Return "count" over all ranks, and "top1" etc. as fractions of the count. A collective call."""
+        """Return the "count" over all ranks, and "top1" etc. as fractions of it. A collective call."""
         everywhere = np.array(allgather_json([self.count, *self._right], "topk"), np.int64).sum(axis=0)
         count = int(everywhere[0])
         shares = {f"top{k}": int(n) / max(count, 1) for k, n in zip(self.ks, everywhere[1:], strict=True)}
@@ -78,7 +78,7 @@ class BinaryScores:
 
     The area is exact. It is the fraction of pairs of a positive and a negative sample in which the positive
     sample has the higher score; equal scores count half (Mann and Whitney 1947). Scores are divided among
-    the ranks by value, so no rank holds the scores of all ranks.
+    the ranks by value, so no rank holds all scores.
 
     Attributes:
         count: Number of samples added on this rank so far.
@@ -93,8 +93,8 @@ class BinaryScores:
         """Add samples on this rank.
 
         Args:
-            probabilities: Predicted probabilities of label 1: an array or host tensor of shape (n,).
-            labels: Labels 0 or 1, shape (n,).
+            probabilities: Predicted probabilities of label 1: array or tensor in host memory, of shape (n,).
+            labels: Labels, 0 or 1, of shape (n,).
         """
         scores, targets = np.array(probabilities, np.float64), np.asarray(labels)
         positive = targets > 0.5
@@ -127,7 +127,7 @@ class BinaryScores:
         rows = allgather_json(own, "binary_scores")
         if bad := {rank: row[0] for rank, row in enumerate(rows) if row[0]}:
             where = ", ".join(f"{number} on rank {rank}" for rank, number in bad.items())
-            raise ArgumentError(f"BinaryScores: probabilities that are not between 0 and 1: {where}.")
+            raise ArgumentError(f"BinaryScores: some probabilities are not between 0 and 1 ({where}).")
         _, count, positives, loss, total = (sum(column) for column in zip(*rows, strict=True))
         nan = float("nan")
         pairs = positives * (count - positives)
@@ -141,10 +141,10 @@ class BinaryScores:
 
 
 def _divided(values: Array, counts: Array) -> Array:
-    """Exchange scores and their counts so that each rank holds one range of scores, ascending by rank.
+    """Exchange scores and their counts so that each rank holds one range of scores. Ranges ascend by rank.
 
     Returns:
-        The counts by ascending score, shape (n, 2).
+        The counts by ascending score, of shape (n, 2).
     """
     engine = session.engine()
     if engine.size == 1:
@@ -163,7 +163,7 @@ def _divided(values: Array, counts: Array) -> Array:
 
 
 def _pairs_won_twice(counts: Array) -> int:
-    """Return twice the number of pairs in which the positive score is higher. Ties count half. Collective."""
+    """Return twice the number of pairs with a higher positive score. Ties count half. A collective call."""
     own = [won_twice(counts), *counts.sum(0).tolist()]
     won = lower = 0
     for pairs, positives, negatives in allgather_json(own, "binary_scores.pairs"):

@@ -1,4 +1,4 @@
-"""Names that every binding exports. Bindings import them with a star."""
+"""Names that every binding exports. Bindings import them with ``import *``."""
 
 from ringdance.core.request import ReduceOp as _ReduceOp
 from ringdance.errors import CollectiveError as CollectiveError

@@ -12,20 +12,20 @@ from ringdance.training import session
 
 Finish = Callable[[Work], Any]
 
-# Shared by all loopback ranks in a process. Numbers are unique. Each handle belongs to one rank.
+# Shared by all loopback ranks in a process. Handles are unique, and each belongs to one rank.
 _pending: dict[int, tuple[Work, Finish]] = {}
 _numbers = itertools.count()
 
 
 def hold(work: Work, finish: Finish) -> int:
-    """Keep a ``Work`` and its memory until ``synchronize``. ``finish`` computes the result from the work."""
+    """Keep a ``Work`` and its tensors until ``synchronize``, which passes it to ``finish`` for the result."""
     handle = next(_numbers)
     _pending[handle] = (work, finish)
     return handle
 
 
 def known(handle: Any) -> bool:
-    """Return True if this is a valid handle that has not been synchronized yet."""
+    """Return True if ``handle`` is valid and has not been synchronized yet."""
     return isinstance(handle, int) and handle in _pending
 
 
@@ -45,7 +45,7 @@ def poll(handle: int) -> bool:
     """
     _check(handle)
     done = _pending[handle][0].done()
-    if not done:  # The caller may be polling in a loop, which the summary cannot see as waiting.
+    if not done:  # The caller may be polling in a loop, which the summary does not count as waiting.
         session.engine().summary.polled = True
     return done
 
@@ -64,5 +64,5 @@ def synchronize(handle: int) -> Any:
 
 
 def clear() -> None:
-    """Discard all handles, because a new job is starting."""
+    """Discard all handles from the previous job."""
     _pending.clear()

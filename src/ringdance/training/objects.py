@@ -1,6 +1,6 @@
 """Exchange Python objects with cloudpickle. Unpickling can run any code, so ranks must trust each other.
 
-Ringdance's own data are exchanged as JSON instead.
+Ringdance exchanges its own data as JSON instead.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ def broadcast_object(
     """
     engine = session.engine()
     number = set_id(process_set)
-    name = name or "broadcast_object"  # Not the object's type, which may differ between ranks.
+    name = name or "broadcast_object"  # Without the object's type, which may differ between ranks.
     if engine.size == 1:
         return obj
     is_root = engine.rank == root_rank
-    # If the object cannot be pickled, the root first tells the other ranks, then raises the error.
+    # If the object cannot be pickled, the root tells the other ranks before it raises the error.
     data, error = np.empty(0, np.uint8), None
     if is_root:
         try:
@@ -79,10 +79,10 @@ def allgather_object(
 
 
 def allgather_json(value: Any, name: str, process_set: ProcessSet = global_process_set) -> list[Any]:
-    """Return all members' values in rank order. Values must have JSON types. Tuples become lists."""
+    """Return the values of all members in rank order. They must be valid JSON. Tuples become lists."""
 
     def dumps(value: Any) -> bytes:
-        return json.dumps(value, default=operator.index).encode()  # Also accepts NumPy integers.
+        return json.dumps(value, default=operator.index).encode()  # The default converts NumPy integers.
 
     return _allgather(value, name, process_set, dumps, lambda data: json.loads(bytes(data)))
 

@@ -1,4 +1,4 @@
-"""Subsets of the ranks that run collectives independently. They can be added and removed at any time."""
+"""Process sets: subsets of the ranks that run collectives independently, added and removed at any time."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class ProcessSet:
         ranks_or_comm: Global ranks in any order, or an mpi4py communicator whose members form the set.
 
     Attributes:
-        process_set_id: Small integer, or ``None`` if the set is not registered.
-        ranks: Sorted global ranks, or ``None`` while unknown.
-        mpi_comm: Communicator from which the set was made, or ``None``.
+        process_set_id: Id of the set, or ``None`` if it is not registered.
+        ranks: Sorted global ranks, or ``None`` if they are not known yet.
+        mpi_comm: Communicator from which the set was created, or ``None``.
 
     Raises:
-        ArgumentError: A rank is not an integer, negative, or repeated.
+        ArgumentError: A rank is negative, repeated, or not an integer.
     """
 
     process_set_id: int | None = None
@@ -63,7 +63,7 @@ class ProcessSet:
         return members_of(engine, self.process_set_id).index(engine.rank)
 
     def included(self) -> bool | None:
-        """Return True if this process is a member, or ``None`` while the ranks are unknown."""
+        """Return whether this process is a member, or ``None`` if the ranks are not known yet."""
         rank = session.engine().rank
         return None if self.ranks is None else rank in self.ranks
 
@@ -80,7 +80,7 @@ class ProcessSet:
 
 
 class _GlobalProcessSet(ProcessSet):
-    """The set of all ranks, with id 0. All bindings share one object, because scripts use ``is``."""
+    """The set of all ranks, with id 0. One object for all bindings, because scripts compare it by ``is``."""
 
     process_set_id = 0
 
@@ -102,7 +102,7 @@ def set_id(process_set: ProcessSet) -> int:
     """Return the id of a registered set.
 
     Raises:
-        ArgumentError: The set was not registered, was removed, or is not a ProcessSet.
+        ArgumentError: The set is not registered (it may have been removed), or is not a ProcessSet.
     """
     try:
         number = process_set.process_set_id
@@ -127,7 +127,7 @@ def members_of(engine: Engine, number: int) -> tuple[int, ...]:
 
 
 def bound_id(process_set: ProcessSet) -> int:
-    """Look up the registered set with the same ranks, and store and return its id. Raises like ``set_id``."""
+    """Store and return the id of the registered set with the same ranks. Raises the errors of ``set_id``."""
     if isinstance(process_set, ProcessSet):
         with contextlib.suppress(KeyError):
             bind([process_set])
@@ -142,12 +142,12 @@ def takes_part(process_set: ProcessSet) -> bool:
 
 
 def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
-    """Register a set. All ranks in the job, members or not, call this with the same set. Blocks.
+    """Register a set. Blocks until all ranks in the job, members or not, call this with the same set.
 
     Raises:
         ArgumentError: A rank is out of range or repeated, or a set with these ranks already exists. If only
             some ranks pass such a set, the others get a MismatchError.
-        NotImplementedError: The set was made from a communicator. Pass such sets to ``init``.
+        NotImplementedError: The set was created from a communicator. Pass such sets to ``init``.
         MismatchError: The ranks passed different sets. Raised on all ranks.
     """
     if hasattr(process_set, "Get_group") or getattr(process_set, "mpi_comm", None) is not None:
@@ -164,10 +164,10 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Remove a set. All ranks in the job call this. Blocks. The set's pending operations fail.
+    """Remove a set. Blocks until all ranks in the job call this. Pending operations on the set fail.
 
     Returns:
-        ``False`` for the global set and for an object that is not registered, otherwise ``True``.
+        ``False`` for the global set and for sets that are not registered, otherwise ``True``.
     """
     number = process_set.process_set_id
     if number is None or number == 0:
@@ -181,14 +181,14 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 
 def ranks_of(process_set: ProcessSet) -> tuple[int, ...]:
-    """Return a set's ranks in this job's numbering. For a communicator, this determines the ranks."""
+    """Return the global ranks of a set. For a set made from a communicator, also determine and store them."""
     if process_set.mpi_comm is not None:
         process_set.ranks = list(session.engine().transport.ranks_of(process_set.mpi_comm))
     return tuple(process_set.ranks or ())
 
 
 def bind(process_sets: list[ProcessSet]) -> None:
-    """Look up the registered sets with the same ranks, and store their ids. Does not communicate.
+    """Store the ids of the registered sets with the same ranks. Does not communicate.
 
     Groups of torch.distributed are not considered, because only their members know them.
 

@@ -1,4 +1,4 @@
-"""This rank's ring buffer for the monitor, and the client if this rank started its host's monitor."""
+"""This rank's ring buffer for the host's monitor, and the monitor's client if this rank started it."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ DYNAMIC = "DYNAMIC"
 
 
 class RankMonitor:
-    """Holds the ring and the client. Outlives the engine and is reused for the next one."""
+    """Holds the ring and the client. Outlives an engine, and is reused for the next one."""
 
     def __init__(self) -> None:
         self._ring: Ring | None = None
         self._client: MonitorClient | None = None
         self._started = False  # True once an engine has started
-        self._killed = ""  # how this host's monitor was killed, or ""
+        self._killed = ""  # how this host's monitor was killed; empty if it was not
 
     def prepare(self) -> Ring:
-        """Create the ring before the ranks connect, so that a monitor started then finds all ranks' rings."""
+        """Create the ring before the ranks connect, so that the monitor later finds all ranks' rings."""
         self._ring = self._ring or Ring(shared_memory())
         return self._ring
 
     def ring(self, settings: Settings) -> Ring:
-        """Return the ring for the next engine, once all ranks have connected and so left the previous one.
+        """Return the ring for the next engine. Call this only after all ranks have connected.
 
-        Until then, the previous engine's monitor may still be reading the ring.
+        Until then, the monitor of the previous engine may still be reading the ring.
         """
         ring = self.prepare()
         ring.words[Word.CLOSED] = 0
-        if settings.timeline not in ("", DYNAMIC):  # Record details even before a monitor runs.
+        if settings.timeline not in ("", DYNAMIC):  # Record details even before the monitor runs.
             ring.words[Word.DETAIL] = 0 if any(settings.timeline_steps[:1]) else _detail(settings)
         return ring
 
@@ -98,11 +98,11 @@ class RankMonitor:
         """
         if not engine.settings.timeline:
             raise ArgumentError(
-                "start_timeline() needs a setting that init() reads: set RINGDANCE_TIMELINE=DYNAMIC (or "
-                "HOROVOD_TIMELINE=DYNAMIC) before init()."
+                "start_timeline() requires RINGDANCE_TIMELINE=DYNAMIC (or HOROVOD_TIMELINE=DYNAMIC), which "
+                "must be set before init()."
             )
         self._ask(engine, lambda client: client.start(path, 2 if mark_cycles else 1))
-        engine.recorder.read_detail()  # Also record the next submission, even if it precedes the next round.
+        engine.recorder.read_detail()  # Record the next submission too, even if it precedes the next round.
 
     def stop_timeline(self, engine: Engine) -> None:
         """Complete the timeline. Does nothing on ranks other than 0."""

@@ -1,4 +1,4 @@
-"""Learning rates over the epochs of a training run: warm-up, then cosine, steps or a polynomial."""
+"""Learning rate schedules: a warm-up, followed by a cosine, steps, a polynomial or a constant."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Schedule:
     Attributes:
         peak: Rate after the warm-up. For large batches, scale it with the global batch size (Goyal et al.
             2017, arXiv 1706.02677): the rate for one process times the number of processes.
-        epochs: Length of the training run, including the warm-up. Afterwards the rate stays constant.
+        epochs: Length of the training run, including the warm-up. After that, the rate stays constant.
         kind: Shape after the warm-up. "cosine" falls to 0. "step" multiplies the rate by ``factor`` at each
             of ``milestones``. "polynomial" falls to 0 with exponent ``power``. "constant" stays at ``peak``.
         warmup_epochs: Number of epochs in which the rate rises linearly from ``start`` to ``peak``.
@@ -49,7 +49,7 @@ class Schedule:
             raise ArgumentError(f"warmup_epochs={self.warmup_epochs} must be from 0 to epochs={self.epochs}.")
 
     def __call__(self, epoch: float) -> float:
-        """Return the rate at an epoch. For example, 2.5 is the middle of the third epoch."""
+        """Return the rate at an epoch. 2.5 is the middle of the third epoch, for example."""
         if epoch < self.warmup_epochs:
             return self.start + (self.peak - self.start) * epoch / self.warmup_epochs
         if self.kind == "step":

@@ -1,7 +1,7 @@
 """The engine of this process, from ``init()`` until Python exits.
 
-Bindings and the training layer get it from ``engine()``. No module below this one has module-level
-state of its own.
+Bindings and the training layer get the engine from ``engine()``. The modules below this one have no global
+state.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _lock = threading.Lock()
 
 
 def engine() -> Engine:
-    """Return the engine. Raises NotInitializedError before ``init()`` and after ``shutdown()``."""
+    """Return the engine of this process. Raises NotInitializedError if this process is not in a job."""
     active: Engine | None = _process.engine
     if active is None:
         raise NotInitializedError("Ringdance has not been initialized; call hvd.init() first.")
@@ -41,7 +41,7 @@ def is_initialized() -> bool:
 
 
 def mark_step(mark: StepMark = StepMark.OPTIMIZER) -> None:
-    """Count a step that ends now. Does nothing outside a job."""
+    """Count a step that ends at this point. Does nothing outside a job."""
     if (active := _process.engine) is not None:
         active.recorder.step(mark)
         if active.on_step is not None:
@@ -49,7 +49,7 @@ def mark_step(mark: StepMark = StepMark.OPTIMIZER) -> None:
 
 
 def add_profiler(profiler: Profiler) -> None:
-    """Show waits in a framework's profiler too, whenever that profiler is running."""
+    """Register a framework's profiler. While it is running, it records waits too."""
     at_init(lambda: engine().profilers.append(profiler))
 
 
@@ -63,11 +63,11 @@ def at_init(function: Callable[[], None]) -> None:
 def note_unseen(error: Exception | None) -> None:
     """Record how the last exchange in a compiled program ended.
 
-    The script may never have seen the error, so this rank fails with it at exit.
+    The script may never see the error. In that case, this rank fails with it at exit.
 
     Args:
-        error: The error of the exchange. None clears it: nothing that depends on a failed program runs,
-            so a later success shows that the script has continued.
+        error: Error with which the exchange failed, or None if it succeeded, which clears an earlier error:
+            the script has continued, because nothing that depends on a failed program runs.
     """
     _process.unseen = None if error is None else (_process.engine, error)
 
@@ -83,12 +83,12 @@ def watch_training(has_trained: Callable[[], bool] | None) -> None:
 
 
 def metrics() -> dict[str, Any]:
-    """Return what this rank has done so far. Local and cheap: call it as often as you like.
+    """Return metrics of this rank. Local and cheap, so it can be called often.
 
     Returns:
         ``rank``, ``size``, ``host``; ``seconds`` since ``init()``; ``steps``; ``steps_per_second`` since the
         first step and ``recent_steps_per_second`` since the last call; ``exposed_seconds``, the time that
-        training waited for results; ``exposed_share``, its share of the time since the first step;
+        training waited for results; ``exposed_share``, the same as a share of the time since the first step;
         ``recent_exposed_share``, this share since the last call; ``batches``, ``tensors`` and ``bytes``
         exchanged.
 
@@ -105,7 +105,7 @@ def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False)
 
     Args:
         file_path: Path on rank 0's host. An existing file is overwritten.
-        mark_cycles: If True, mark each round of agreement too.
+        mark_cycles: If True, also mark each round of agreement.
 
     Raises:
         NotInitializedError: ``init()`` has not been called.
@@ -115,18 +115,18 @@ def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False)
 
 
 def stop_timeline() -> None:
-    """Finish the timeline file. Raises NotInitializedError before ``init()``."""
+    """Complete the timeline file. Raises NotInitializedError outside a job."""
     _process.monitor.stop_timeline(engine())
 
 
 def pause_stall_check(what: str, timeout: float = 3600.0) -> contextlib.AbstractContextManager[None]:
-    """Mark work that takes long on one rank: ``with hvd.pause_stall_check("evaluation"):``.
+    """Mark work that takes a long time on one rank: ``with hvd.pause_stall_check("evaluation"):``.
 
-    While the block runs, no rank warns that it is waiting for this rank, or gives up after the stall
-    shutdown time.
+    While the block runs, no rank warns that it is waiting for this rank, or gives up after
+    ``stall_shutdown_time``.
 
     Args:
-        what: A word or two to describe the work in warnings after ``timeout``.
+        what: A word or two that describe the work in warnings after ``timeout``.
         timeout: Maximum duration of the work in seconds.
 
     Raises:
@@ -138,20 +138,20 @@ def pause_stall_check(what: str, timeout: float = 3600.0) -> contextlib.Abstract
 
 
 def init(comm: Any = None, transport: tuple[int, Callable[..., Transport]] | None = None) -> None:
-    """Join the job. All its ranks must call this. Does nothing if this process is already initialized.
+    """Join the job. All ranks must call this. Does nothing if this process is already in a job.
 
     Args:
-        comm: None for all processes that the launcher started, a list of their ranks, or an
-            mpi4py communicator. ``[0]`` without a launcher means one process, even if a scheduler has
-            allocated more hosts.
-        transport: Number of ranks and a function that creates the transport. Needed if MPI does not know the
+        comm: None for all processes that the launcher started, a list of the ranks to include, or an
+            mpi4py communicator. Without a launcher, ``[0]`` means a single process, even if a scheduler has
+            allocated several hosts.
+        transport: Number of ranks, and function that creates the transport. Needed if MPI does not know the
             ranks. Kept for later calls.
 
     Raises:
         LaunchError: The launcher and the MPI library do not match, MPI is missing, or a scheduler
             has allocated several hosts to the job and this process is the only one.
         ArgumentError: ``comm`` has the wrong type, or does not include this process.
-        NotInitializedError: ``transport`` is set and a rank has started this process, which is not supported.
+        NotInitializedError: ``transport`` was passed, but a rank started this process (not supported).
             Without ``transport``, such a process does not join a job: as in a forked process, ``rank()`` and
             ``size()`` work, but collectives raise this error.
     """
@@ -171,15 +171,15 @@ def init(comm: Any = None, transport: tuple[int, Callable[..., Transport]] | Non
 
 
 def _join(comm: Any, transport: tuple[int, Callable[..., Transport]] | None) -> None:
-    """Join the job with ``init``'s arguments. The caller holds ``_lock``."""
+    """Join the job with the arguments of ``init``. The caller must hold ``_lock``."""
     if _process.mpi and _process.pid != os.getpid():
         raise NotInitializedError(
             f"This process (pid {os.getpid()}) was forked from a rank (pid {_process.pid}) and cannot "
-            "join its job: MPI does not survive a fork. Call init() in the rank only."
+            "join the job, because MPI does not survive a fork. Call init() only in the rank."
         )
     settings = settings_module.load()
     if "horovod" in sys.modules and settings.origin("deadlock_time") == "default":
-        settings = replace(settings, deadlock_time=0.0)  # Horovod warns and waits forever
+        settings = replace(settings, deadlock_time=0.0)  # as in Horovod, which warns but waits forever
     startup.configure_log(settings)
     _process.transport = transport
     if transport is None:
@@ -232,7 +232,7 @@ def regroup() -> Any:
     processes are alive.
 
     Returns:
-        The ``comm`` argument of ``init``, for the next call.
+        The ``comm`` argument of the last ``init``, for the next one.
 
     Raises:
         RankLostError: A process has exited, or did not call this within the setting ``elastic_timeout``.
@@ -246,5 +246,5 @@ def regroup() -> Any:
         settings = ended.settings
         peers = ended.transport.identities
         wait_for_restart(_process.comm, peers, settings.init_timeout, settings.elastic_timeout)
-        _process.clean = True  # whatever failed before, all ranks have left that job
+        _process.clean = True  # all ranks have left the old job, even if it failed
     return _process.comm

@@ -1,16 +1,16 @@
-"""Divide the samples of an epoch among the ranks: each sample exactly once over all ranks.
+"""Divide the samples of an epoch among the ranks, so that each sample is used once.
 
 The samples are numbered 0 to ``length - 1``. With ``shuffle``, their order is drawn from ``seed`` and the
 epoch, and is the same on all ranks. Each rank takes every ``size``-th sample in that order ("strided") or a
-block ("contiguous"). If the samples cannot be divided evenly, ``ends`` decides what happens to the last ones:
+block ("contiguous"). If the samples cannot be divided evenly, ``ends`` determines what happens at the end:
 
 - "pad": samples from the start of the order are repeated until all ranks have the same number. At most
   ``size - 1`` samples are seen twice (or more often, if there are fewer samples than ranks).
 - "drop": the last ``length % size`` samples in the order are skipped. If ``shuffle`` is set, different
   samples are skipped in each epoch.
-- "join": no sample is repeated or skipped. Some ranks have one more sample, and the others call ``join()``.
+- "join": no sample is repeated or skipped. Some ranks have an extra sample, and the others call ``join()``.
 
-There is no default: the right choice depends on the purpose, training or evaluation.
+There is no default, because the right choice depends on the purpose: training or evaluation.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ __all__ = ["Shard", "shard"]
 
 
 class Shard:
-    """This rank's samples of each epoch, as indices. Iteration yields the indices of ``epoch`` as integers.
+    """This rank's samples in each epoch, as indices. Iterating yields the indices for ``epoch`` as integers.
 
     Unless ``rank`` and ``size`` are passed, this is a collective call: all ranks in the process set must make
     it, and their arguments are compared.
 
     Args:
         length: Number of samples in the data set, the same on all ranks.
-        ends: "pad", "drop" or "join": what happens if the samples cannot be divided evenly.
+        ends: "pad", "drop" or "join": what to do if the samples cannot be divided evenly.
         shuffle: If True, each epoch has a different order.
         seed: Seed for shuffling, 0 to 2**32 - 1, the same on all ranks.
         layout: "strided" (rank r gets positions r, r + size, ... of the order) or "contiguous" (blocks).
         process_set: Ranks among which the samples are divided.
-        rank, size: Override the rank in the set and the set's size. If passed, arguments are not compared.
+        rank, size: Override this rank in the set and the size of the set. If passed, nothing is compared.
 
     Attributes:
         epoch: Epoch set by ``set_epoch``, initially 0.
@@ -80,7 +80,7 @@ class Shard:
         self.epoch = _whole("epoch", epoch, SEEDS)
 
     def indices(self, epoch: int | None = None) -> Indices:
-        """Return this rank's samples in order, shape (len(self),). ``None`` means the current epoch."""
+        """Return the indices of this rank's samples, in order. ``None`` means the current epoch."""
         positions = self.positions()
         if self.length:
             positions %= self.length  # Positions after the end wrap around to the start.
@@ -90,12 +90,12 @@ class Shard:
         return permutation(self.length, self.seed, number)[positions]
 
     def positions(self) -> Indices:
-        """Return this rank's positions in an epoch's order. Positions of ``length`` or more are padding."""
+        """Return this rank's positions in the order of an epoch. Positions from ``length`` up are padding."""
         start, stop, step = self.span()
         return np.arange(start, stop, step, dtype=np.int64)
 
     def span(self) -> tuple[int, int, int]:
-        """Return start, stop and step of this rank's positions."""
+        """Return the start, stop and step of the range of this rank's positions."""
         total = total_of(self.length, self.size, self.ends)
         if self.layout == "strided":
             return self.rank, total, self.size
@@ -111,7 +111,7 @@ class Shard:
             yield indices[start : start + batch_size]
 
     def take(self, *arrays: Any) -> Any:
-        """Return this rank's rows of an array with ``length`` rows. For several arrays, return a tuple.
+        """Return this rank's rows of an array that has ``length`` rows. For several arrays, return a tuple.
 
         Raises:
             ArgumentError: An array has a different number of rows.
@@ -136,7 +136,7 @@ def shard(
 ) -> Shard:
     """Return this rank's share of a data set, as indices. See ``Shard``.
 
-    It is a PyTorch sampler: ``DataLoader(data, batch_size=32, sampler=hvd.shard(data, ends="pad"))``.
+    The result is a PyTorch sampler: ``DataLoader(data, batch_size=32, sampler=hvd.shard(data, ends="pad"))``.
 
     Args:
         data: Number of samples, or an indexable object such as an array, a list or a PyTorch data set.
@@ -169,17 +169,17 @@ def check_plan(
     ends: str, same: dict[str, Any], process_set: ProcessSet = global_process_set,
     rank: int | None = None, size: int | None = None,
 ) -> tuple[int, int]:
-    """Return (rank, size) for dividing data, after comparing the arguments of all ranks.
+    """Compare the arguments of all ranks, and return the rank and size with which to divide the data.
 
     Args:
         ends: "pad", "drop" or "join".
-        same: Argument names and values that must match on all ranks. Compared unless ``rank`` is passed.
+        same: Names and values of arguments that must match on all ranks. Not compared if ``rank`` is passed.
         process_set: Ranks among which the data are divided.
         rank: Overrides this process's rank in the process set.
         size: Overrides the size of the process set.
 
     Raises:
-        ArgumentError: ``ends`` is unknown, "join" is used on a process set, or rank or size is wrong.
+        ArgumentError: ``ends`` is unknown, "join" is used with a process set, or rank or size is invalid.
         MismatchError: Arguments differ. Raised on all ranks.
     """
     if ends not in ("pad", "drop", "join"):
@@ -189,7 +189,7 @@ def check_plan(
             "others call join())."
         )
     if ends == "join" and process_set is not global_process_set:
-        raise ArgumentError("ends='join' needs all ranks, like join(). For subsets, use 'pad' or 'drop'.")
+        raise ArgumentError("ends='join' requires all ranks, like join(). In subsets, use 'pad' or 'drop'.")
     if (rank is None) != (size is None):
         raise ArgumentError("Pass both rank and size, or neither.")
     if rank is not None and size is not None:

@@ -1,4 +1,4 @@
-"""The steps of ``init()``: configure the log, start the engine, set variables for child processes."""
+"""The steps of ``init()``: configure logging, start the engine, set variables for child processes."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from ringdance.training.rank_monitor import RankMonitor
 _log = logging.getLogger("ringdance")
 
 _ONE_PROCESS = "If you want a single process, call hvd.init([0])."
-# Variables that distinguish a rank from other ranks and from the ranks of other jobs.
+# Variables that distinguish a rank from the other ranks in its job, and from the ranks of other jobs.
 _OF_A_LAUNCH = (*RANK_NAMES, *SIZE_NAMES, "PMIX_NAMESPACE", "SLURM_JOB_ID", "SLURM_STEP_ID")
 
 
 def configure_log(settings: Settings) -> None:
-    """Write the log to stderr, unless the script has configured logging."""
+    """Send log messages to stderr, unless the script has configured logging."""
     if _log.handlers or logging.getLogger().handlers:
         return
     handler = logging.StreamHandler()
@@ -100,7 +100,7 @@ def _check_hosts(size: int) -> None:
     """Check that the launcher or scheduler provides only the ``size`` ranks that run on this host.
 
     Raises:
-        LaunchError: There are more processes or hosts than MPI knows. They would train separately or be idle.
+        LaunchError: There are processes or hosts that MPI does not know. They would train separately or idle.
     """
     if "RINGDANCE_JOB" in os.environ:
         return
@@ -119,16 +119,16 @@ def _check_hosts(size: int) -> None:
         names = ", ".join(host for host, _ in allocation.hosts[:3]) + ", ..." * (count > 3)
         raise LaunchError(
             f"{allocation.source} has allocated {count} host{'s' * (count > 1)} to this job ({names}), but "
-            f"all its ranks ({size}) run on {socket.gethostname()}, so other hosts would idle or train "
+            f"all its ranks ({size}) run on {socket.gethostname()}, so the other hosts would idle or train "
             f"separately. Start the script with {allocation.start}. "
             f"{_ONE_PROCESS if size == 1 else ''}".rstrip()
         )
 
 
 def _transport_arguments(settings: Settings, size: int) -> dict[str, Any]:
-    """Return the arguments that all transports take. ``size``: upper bound on the number of ranks."""
+    """Return the arguments common to all transports. ``size``: upper bound on the number of ranks."""
     common = {setting.name: getattr(settings, setting.name) for setting in SETTINGS if setting.common}
-    # Not from the package's metadata, which is missing if a source tree is on PYTHONPATH.
+    # Do not use the package metadata, which is missing if a source tree is on PYTHONPATH.
     common["the version of ringdance"] = sys.modules["ringdance"].__version__
     return {
         "window_bytes": buffer_bytes(settings, tuned=True),
@@ -137,14 +137,14 @@ def _transport_arguments(settings: Settings, size: int) -> dict[str, Any]:
 
 
 def launched_size() -> int | None:
-    """Return the number of processes that the launcher claims to have started. None without a launcher."""
+    """Return the number of processes that the launcher claims to have started, or None without a launcher."""
     if not any(name in os.environ for name in RANK_NAMES):
         return None
     return next((int(os.environ[name]) for name in SIZE_NAMES if os.environ.get(name, "").isdigit()), 1)
 
 
 def _world_size() -> int:
-    """Return an upper bound on the job's size. Works even before MPI is initialized."""
+    """Return an upper bound on the size of the job. Works even before MPI is initialized."""
     mpi: Any = sys.modules.get("mpi4py.MPI")
     return int(mpi.COMM_WORLD.Get_size()) if mpi and mpi.Is_initialized() else launched_size() or 1
 
@@ -160,7 +160,7 @@ def export_ranks(engine: Engine) -> None:
 def mark_children(engine: Engine, by_mpi: bool) -> None:
     """Mark the environment so that child processes know that they are not this rank.
 
-    Child processes inherit the variables. Processes that a launcher starts for another job get other values.
+    Child processes inherit the variables. Processes that a launcher starts for another job get new values.
     """
     if engine.size == 1 and not (by_mpi and _world_size() > 1):
         os.environ.pop(STARTED_BY, None)  # set by an earlier init()
@@ -177,8 +177,8 @@ class ParentRank:
 
     Attributes:
         pid: The rank's process id.
-        place: The rank's ``rank``, ``size``, ``local_rank`` and so on, by name.
-        launch: Variables set by the rank's launch. Processes started by another launch have different values.
+        place: Its ``rank``, ``size``, ``local_rank`` and so on, by name.
+        launch: Variables that the rank's launcher set. In processes of another launch, their values differ.
     """
 
     pid: int

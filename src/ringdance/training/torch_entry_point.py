@@ -10,7 +10,7 @@ from typing import Any
 
 
 def register() -> None:
-    """Register the backend once."""
+    """Register the backend, unless this has already been done."""
     import torch.distributed as dist
 
     if dist.is_available() and not hasattr(dist.Backend, "RINGDANCE"):

@@ -97,7 +97,7 @@ def test_what_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
         with pytest.raises((ArgumentError, TypeError), match=message):
             saved.save(number, text(""))  # type: ignore[arg-type]
     for name, suffix in (("a/b", ""), ("a", ".npy")):
-        with pytest.raises(ArgumentError, match=r"must not contain '/' or end with .npy"):
+        with pytest.raises(ArgumentError, match=r"must not contain '/', and suffix must not end with .npy"):
             hvd.Checkpoints(tmp_path, 1, name, suffix)
 
 

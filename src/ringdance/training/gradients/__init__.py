@@ -1,1 +1,1 @@
-"""Exchange the gradients of a step between ranks: buckets, masks, sparse rows, compression."""
+"""Exchange the gradients of a step between ranks: buckets, masks, sparse rows and compression."""

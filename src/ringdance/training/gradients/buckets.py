@@ -1,14 +1,14 @@
-"""Divide the gradients of an exchange into buckets, and reduce them.
+"""Divide the gradients of an exchange into buckets, and reduce the buckets.
 
 Note [Buckets]
-Overlap: if all ranks have spare cores (agreed through the mask), buckets are exchanged during the backward
-pass. Otherwise all gradients are sent in one request at the end of the pass. Buckets and their order depend
-only on the order of parameters, never on timing.
+Overlap: if all ranks have spare cores (which the mask shows), buckets are exchanged during the backward
+pass. Otherwise, all gradients are sent in one request at the end of the pass. Buckets and their order depend
+only on the order of the parameters, never on timing.
 
-Early buckets: the *expected* gradients are the ones that were reduced last time. A rank that has computed
-exactly these sends them together with the mask, to save a round trip. This is safe: if any rank sent a
-bucket, the union of the masks contains the bucket, so every rank sends it. If the union does not contain it,
-no rank has sent it.
+Early buckets: the *expected* gradients are the ones that the last exchange reduced. A rank that has computed
+exactly the expected gradients of a bucket sends them along with the mask, which saves a round trip. This is
+safe: if any rank has sent the bucket, the union of the masks contains its gradients, so every rank sends it.
+If the union does not contain them, no rank has sent it.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ class Bucket:
 
     name: str
     members: tuple[int, ...]
-    expected: tuple[int, ...]  # The gradients reduced last time. The same on all ranks.
-    lacking: int = 0  # Count of expected gradients not yet computed, plus unexpected ones that were.
+    expected: tuple[int, ...]  # The gradients that the last exchange reduced. The same on all ranks.
+    lacking: int = 0  # Number of expected gradients still missing, plus unexpected ones computed.
     work: Work | None = None
-    kinds: bytes = b""  # Kinds of ``expected`` before an early send, which makes sparse gradients dense.
+    kinds: bytes = b""  # Kinds of ``expected`` before they were sent early, which makes sparse ones dense.
 
 
 def parts_of(
     indices: Sequence[int], nbytes: Callable[[int], int], on_device: bool = False
 ) -> list[list[int]]:
-    """Divide parameters into parts of an eighth of the total size, 1 to 32 MiB, in backward order.
+    """Divide parameters, in backward order, into parts of 1 to 32 MiB: an eighth of the total size.
 
     Args:
         indices: Indices of the parameters, in order.
         nbytes: Function that returns a parameter's size in bytes.
-        on_device: If True, divide like DistributedDataParallel: 1 MiB first, to start early, then 25 MiB.
+        on_device: If True, divide as DistributedDataParallel does: 1 MiB first, to start early, then 25 MiB.
     """
     first = later = min(max(sum(map(nbytes, indices)) // 8, 1 << 20), 32 << 20)
     if on_device:
@@ -71,12 +71,12 @@ class Buckets:
     Attributes:
         engine: Engine of this rank.
         source: Access to the gradients.
-        whole: Call with the exchange's name, process set, operation and scales.
+        whole: Call that has the name, process set, operation and scales of the exchange.
         names: Parameter names.
-        groups: Parameter indices to reduce together.
+        groups: Groups of parameter indices to reduce together.
         all: Buckets in the order in which they are sent.
         of: The bucket of each parameter.
-        expected: The expected gradients of all buckets.
+        expected: The expected gradients in all buckets. See Note [Buckets].
     """
 
     engine: Engine
@@ -90,12 +90,12 @@ class Buckets:
         self.divide(overlap=False)
 
     def call(self, name: str) -> Call:
-        """Return a bucket's call, the same object each time. Thread: exchanging or autograd."""
+        """Return the call for a bucket, the same object each time. Thread: exchanging or autograd."""
         how = self.whole
         return prepared(how.kind, name, how.operation, how.prescale, how.postscale, how.set_id, grouped=True)
 
     def divide(self, overlap: bool) -> None:
-        """Divide the parameters: the groups, then the rest, which is split into parts if ``overlap``.
+        """Divide the parameters into the groups and the rest, which is split into parts if ``overlap``.
 
         Thread: exchanging.
         """
@@ -120,7 +120,7 @@ class Buckets:
             labels.note(f"grouped_allreduce.{name}", self.whole.name or "", "gradients", chosen)
 
     def restart(self, wait: bool = False) -> None:
-        """Discard the requests, and expect the next pass's gradients.
+        """Discard the requests, and expect the gradients of the next pass.
 
         Thread: exchanging or script.
 
@@ -134,7 +134,7 @@ class Buckets:
             bucket.lacking = len(bucket.expected)
 
     def send_early(self, bucket: Bucket, computed: bytearray) -> None:
-        """Send a complete bucket during backward, unless a gradient is sparse. Thread: autograd."""
+        """Send a complete bucket during backward, unless it has a sparse gradient. Thread: autograd."""
         kinds = self.source.kinds(computed, bucket.expected)
         if min(kinds, default=DENSE) >= AS_DENSE:
             bucket.kinds = bytes(kinds)
@@ -154,7 +154,7 @@ class Buckets:
 
         Args:
             kinds: Kinds of this rank's gradients.
-            zeros: Gradients that count as zero, for ``GradientSource.buffers``.
+            zeros: Which gradients count as zero. See ``GradientSource.buffers``.
         """
         for bucket in self.all:
             if bucket.work is None and bucket.expected:
@@ -163,12 +163,12 @@ class Buckets:
                     bucket.work = self._send(bucket, bucket.expected, zeros)
 
     def reduce(self, union: bytes, zeros: bytes) -> None:
-        """Send what has not been sent, wait for all requests, and write the results back.
+        """Send the gradients that have not been sent, wait for all requests, and write the results back.
 
         Afterwards, the dense gradients of the union are the expected ones. Thread: exchanging.
 
         Args:
-            union: Kinds of gradients that the ranks have agreed on.
+            union: The kinds of the gradients, on which the ranks have agreed.
             zeros: As in ``send_complete``.
         """
         works: list[tuple[Work, tuple[int, ...]]] = []
@@ -220,4 +220,4 @@ class Buckets:
                 try:
                     work.wait(1.0)
                 except Exception:
-                    pass  # The first error is the one to raise.
+                    pass  # The caller raises the first error.

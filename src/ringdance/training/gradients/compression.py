@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 class Compressor(Protocol):
     """Makes a tensor smaller before it is exchanged, and restores it afterwards.
 
-    Any object with these two methods works: an instance, or a class whose methods are static.
+    Any object with these two methods works, such as an instance, or a class with static methods.
     The bindings' own compressors, ``Compression.none``, ``.fp16`` and ``.bf16``, cast floating-point tensors
     and leave others unchanged. Sums of 16-bit floats are computed in float32 and rounded once (twice if they
     are computed within hosts and then between hosts).
@@ -18,12 +18,12 @@ class Compressor(Protocol):
 
     @staticmethod
     def compress(tensor: Any) -> tuple[Any, Any]:
-        """Return the smaller tensor, and the context that ``decompress`` needs."""
+        """Return the compressed tensor, and the context that ``decompress`` needs."""
         ...
 
     @staticmethod
     def decompress(tensor: Any, ctx: Any) -> Any:
-        """Return the tensor in its original type."""
+        """Return the decompressed tensor, with its original dtype."""
         ...
 
 
@@ -54,7 +54,7 @@ class _CastCompressor(Compressor):
 
     @classmethod
     def compress(cls, tensor: Any) -> tuple[Any, Any]:
-        """Return the tensor in the small type, and its original type."""
+        """Return the tensor with the smaller dtype, and its original dtype if it was cast."""
         original = cls.floating_dtype(tensor)
         if original is None or original == cls.dtype:
             return tensor, None
@@ -62,7 +62,7 @@ class _CastCompressor(Compressor):
 
     @classmethod
     def decompress(cls, tensor: Any, ctx: Any) -> Any:
-        """Return the tensor in its original type."""
+        """Return the tensor with its original dtype."""
         return tensor if ctx is None else cls.cast(tensor, ctx)
 
 
@@ -73,11 +73,11 @@ def compression_for(
     """Return a framework's ``Compression``: a class with the compressors ``none``, ``fp16`` and ``bf16``.
 
     Args:
-        module: Module that assigns the class to the name ``Compression``, so that compressors can be pickled.
-        float16: The framework's float16 data type.
-        bfloat16: The framework's bfloat16 data type.
+        module: Module in which the class has the name ``Compression``. Pickling compressors requires this.
+        float16: The framework's float16 dtype.
+        bfloat16: The framework's bfloat16 dtype.
         floating_dtype: Function that returns a tensor's dtype if it is floating-point, otherwise ``None``.
-        cast: Function that casts a tensor to another data type.
+        cast: Function that casts a tensor to another dtype.
     """
 
     def compressor(name: str, dtype: Any) -> type[Compressor]:

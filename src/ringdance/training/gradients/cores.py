@@ -1,4 +1,4 @@
-"""Divide the host's cores between its ranks, and between computing and exchanging."""
+"""Divide the cores of a host among its ranks, and between computing and exchanging."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def share_of_cores() -> int:
 
 
 def own_cores() -> int:
-    """Return this rank's share of the usable cores, which may be 0. Before ``init()``, return all of them."""
+    """Return this rank's share of the usable cores, which may be 0. Outside a job, it is all of them."""
     return shared_cores(session.engine().local_pids if session.is_initialized() else ())
 
 

@@ -1,15 +1,15 @@
-"""Exchange buckets of gradients on their device, each as soon as it is complete.
+"""Exchange buckets of gradients on their device as soon as each bucket is complete.
 
 Note [Direct buckets]
-Gradients that are exchanged on their device (``DeviceExchange``) take another fast path. After
-several steps in which all ranks computed the same gradients, each bucket is exchanged as soon as it is
-complete, without a round: in a fixed order, through a dedicated communicator, and as a copy. The mask at
+Gradients that are exchanged on their device (``DeviceExchange``) take a different fast path. After
+several steps in which all ranks computed the same gradients, a copy of each bucket is exchanged as soon as
+the bucket is complete, without a round, in a fixed order and through a dedicated communicator. The mask at
 the end of the pass shows whether all ranks had the expected gradients. If so, the copies become the
-gradients. Otherwise all ranks drop them and exchange the gradients by rounds.
+gradients. Otherwise, all ranks drop them and exchange the gradients by rounds.
 
-So that the calls match across ranks, each rank launches all buckets in each pass, with zeros for gradients
-that it has not computed. Only a rank that has joined, or whose launch has failed, launches none. The mask
-shows this to the other ranks, which then abort the communicator and continue by rounds.
+The calls must match across ranks, so each rank launches all buckets in each pass, with zeros for gradients
+that it has not computed. Only a rank that has joined, or has failed to launch a bucket, stops launching.
+The mask shows this to the other ranks, which then abort the communicator and continue by rounds.
 On a GPU, the calls of this communicator are not ordered relative to the calls of rounds, because each
 communicator has its own stream.
 """
@@ -22,7 +22,7 @@ from ringdance.training.gradients.source import GradientSource
 
 
 class DirectBuckets:
-    """This rank's launches in the current pass: see Note [Direct buckets].
+    """Launches this rank's buckets in the current pass. See Note [Direct buckets].
 
     Threads: as for ``exchange.GradientExchange``.
 
@@ -31,7 +31,7 @@ class DirectBuckets:
         buckets: Buckets of the exchange, equal on all ranks.
 
     Attributes:
-        deviation: How this rank's launches differ from those that all ranks expect.
+        deviation: How this rank's launches differ from what all ranks expect.
     """
 
     def __init__(self, source: GradientSource, buckets: Buckets) -> None:
@@ -43,7 +43,7 @@ class DirectBuckets:
     def launch(self, rest: bool = False) -> None:
         """Launch the next complete buckets in order, or all remaining ones if ``rest``.
 
-        Thread: autograd, or exchanging for the rest. Raises the engine's error if the engine has closed.
+        Thread: autograd, or exchanging if ``rest``. Raises the engine's error if the engine has closed.
         """
         buckets = self._buckets.all
         if self._buckets.engine.closed:
@@ -54,14 +54,14 @@ class DirectBuckets:
                 return
             self._launched += 1
             if bucket.expected and self.deviation is not Deviation.MISSING:
-                # Set first: if launch() raises or refuses, this rank is one call behind the other ranks.
+                # Set this first: if launch() raises or refuses, this rank is one call behind the others.
                 before, self.deviation = self.deviation, Deviation.MISSING
                 bucket.work = self._source.launch(self._buckets.call(bucket.name), bucket.expected)
                 if bucket.work is not None:
                     self.deviation = before
 
     def spoil(self) -> None:
-        """Note that the launched buckets contain another pass's gradients. Thread: script."""
+        """Note that the launched buckets contain the gradients of another pass. Thread: script."""
         if self._launched:
             self.deviation = max(self.deviation, Deviation.OTHER)
 

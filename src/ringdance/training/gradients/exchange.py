@@ -4,29 +4,31 @@ A binding calls ``GradientExchange`` for each gradient (``on_gradient``) and at 
 pass (``on_backward_end``). The binding provides the gradients as NumPy views (``GradientSource``).
 
 Note [Exchange of gradients]
-When: at the end of every ``passes``-th backward pass, before it returns. Clipping, unscaling and norms then
-see reduced gradients on all ranks. If a rank has no such pass in a step, it exchanges in
-``finish_exchange()``, which the optimizer's step calls.
+When: at the end of every ``passes``-th backward pass, before the call returns, so that code that clips or
+unscales gradients or computes norms sees reduced gradients on all ranks. If a rank does not run such a pass
+in a step, it exchanges in ``finish_exchange()``, which the optimizer's step calls.
 
-What: each rank sends a mask of the gradients it computed. A gradient that any rank has is reduced on all
-ranks, with zeros where it is missing. A gradient that no rank has is left alone, so the optimizer skips it.
+What: each rank sends a mask of the gradients that it has computed. A gradient that any rank has computed is
+reduced on all ranks, with zeros where it is missing. A gradient that no rank has computed is left alone, and
+the optimizer skips it.
 
 How: in buckets (Note [Buckets]). If all ranks repeatedly compute the same gradients, they stop sending masks.
 See ``Mode`` and ``fast_path``.
 
-Checks: in a step, each rank must complete the same number of passes that involve this optimizer's parameters,
-or none. The mask carries the step number and a digest of the parameter names (Note [Mask]). If either
-differs, all ranks raise the same error.
+Checks: in a step, each rank must complete either the same number of passes that involve the optimizer's
+parameters as the others, or none. The mask contains the step number and a digest of the parameter names
+(Note [Mask]). If either differs, all ranks raise the same error.
 
 Recomputed gradients: a gradient may be computed again after it was reduced (two losses, one optimizer).
-Average remains correct, because the mean of (reduced + new) is reduced + mean of new. Other operations raise.
+With Average, the result is still correct, because the mean of (reduced + new) is reduced + mean of new. With
+other operations, an error is raised.
 
-Gradients set by hand (``torch.autograd.grad``, master weights): a gradient that no backward pass computed
-still counts as computed, unless it is the tensor that an earlier exchange left there. It is reduced together
-with the pass's gradients, or before it is used. All ranks must set such gradients between the same two
-exchanges. Values changed in place cannot be distinguished from clipping, unless the step had no backward
-pass. If the operation is Average, an exchange before use counts all gradients as computed: averaging equal
-gradients changes nothing, and the ranks stay on their fast path.
+Gradients set by hand (``torch.autograd.grad``, master weights): a gradient that was not computed in a
+backward pass still counts as computed, unless it is the tensor in which an earlier exchange stored its
+result. It is reduced together with the gradients of the next pass, or before it is used. All ranks must set
+such gradients between the same two exchanges. Values changed in place cannot be distinguished from clipping,
+unless the step had no backward pass. If the operation is Average, an exchange before use counts all gradients
+as computed. Averaging equal gradients changes nothing, and the ranks stay on their fast path.
 """
 
 from __future__ import annotations
@@ -51,14 +53,14 @@ from ringdance.training.gradients.options import check_passes, scales_of
 from ringdance.training.gradients.source import GradientSource
 from ringdance.training.process_sets import ProcessSet, bind, global_process_set, set_id
 
-# Number of exchanges with the same parameter names and ranks. Used to make the exchanges' names unique.
+# Number of exchanges with the same parameter names and ranks, to give each exchange a unique name.
 _seen: weakref.WeakKeyDictionary[Any, Counter[tuple[str, tuple[int, ...]]]] = weakref.WeakKeyDictionary()
 exchanges: weakref.WeakSet[GradientExchange] = weakref.WeakSet()
-"""The exchanges of this process. Loopback ranks share it."""
+"""All exchanges in this process, including those for other loopback ranks."""
 
 
 def forget_all() -> None:
-    """Make all exchanges on this rank discard a failed step and its gradients."""
+    """Discard the failed step, and its gradients, in all exchanges on this rank."""
     engine = session.engine() if session.is_initialized() else None
     for exchange in list(exchanges):
         if exchange.engine is engine and (exchange.state.passes or 1 in exchange.state.computed):
@@ -68,10 +70,10 @@ def forget_all() -> None:
 class Mode(Enum):
     """How the ranks exchange the gradients of a step. All ranks change their mode after the same exchange."""
 
-    # When all ranks have computed the same gradients several times: FAST, or DIRECT on a device.
+    # Changes to FAST (or DIRECT on a device) after all ranks have computed the same gradients several times.
     MASKED = auto()
-    FAST = auto()  # When a rank refuses: MASKED. See ``fast_path``.
-    # When a rank has joined, deviates or has failed to launch: MASKED. See Note [Direct buckets].
+    FAST = auto()  # Changes to MASKED if a rank refuses. See ``fast_path``.
+    # Changes to MASKED if a rank joins, deviates or fails to launch. See Note [Direct buckets].
     DIRECT = auto()
 
 
@@ -86,19 +88,19 @@ class State:
 
 
 class GradientExchange:
-    """Reduces one optimizer's gradients. All members of the set create their exchanges in the same order.
+    """Reduces one optimizer's gradients. All members of the set must create exchanges in the same order.
 
     Threads: *autograd* runs the hooks of a backward pass. *script* uses the optimizer between passes.
-    *exchanging* is whichever of the two runs the exchange. Methods whose names begin with ``_`` are called on
-    this thread unless they say otherwise. Calls must not overlap: nothing is locked.
+    *exchanging* is the one of these that runs the exchange. Private methods are called on this thread unless
+    their docstrings say otherwise. Calls must not overlap, because nothing is locked.
 
     Args:
         source: Access to the gradients.
         names: Parameter names, in the same order on all ranks.
         operation: Average, Sum, Min, Max or Product.
         passes: Number of backward passes per exchange. The framework sums their gradients.
-        predivide: Gradients are divided by this before the sum and multiplied by it after (Average only).
-        groups: Parameter indices to reduce together.
+        predivide: Average only: factor by which gradients are divided before the sum and multiplied after it.
+        groups: Groups of parameter indices to reduce together.
         process_set: The participating ranks. After ``shutdown()`` and ``init()``, the new set with the same
             ranks is used.
         early: If True, exchange at the end of backward. If False, exchange only in ``finish_exchange()``.
@@ -107,7 +109,7 @@ class GradientExchange:
     Attributes:
         mode: Mode of the next exchange. The same on all ranks.
         overlap: True if all ranks have agreed to exchange during backward.
-        idle: True if no step has begun, and no other exchange has taken the gradients.
+        idle: True if no step has begun and no other exchange has taken over the gradients.
     """
 
     def __init__(
@@ -129,11 +131,11 @@ class GradientExchange:
         self._groups = groups
         self._overlap_changed = False
         exchanges.add(self)
-        self._digest = digest_of("\0".join(names)).hex()  # Unchanged when names are added: see extend.
+        self._digest = digest_of("\0".join(names)).hex()  # Does not change when names are added. See extend.
         self._join()
 
     def _join(self) -> None:
-        """Join the running job and forget what was agreed on in earlier steps. Thread: any."""
+        """Join the running job, and discard the agreements from earlier steps. Thread: any."""
         engine = self.engine = session.engine()
         bind([self.process_set])
         self.set_id = set_id(self.process_set)
@@ -145,11 +147,11 @@ class GradientExchange:
         on_join(engine, self.start_again)
 
     def _forget(self) -> None:
-        """Forget what was agreed on in earlier steps. Thread: any."""
+        """Discard the agreements from earlier steps. Thread: any."""
         self.source.close_direct()
         self.step = 0
         self.mode = Mode.MASKED
-        self.overlap = False  # True once all ranks have agreed, with the first mask at the earliest.
+        self.overlap = False  # True once all ranks have agreed, which takes at least one mask.
         self._trained: set[int] = set()  # Parameters reduced so far, equal on all ranks.
         operation, scales = self.operation, self._scales
         call = Call(Collective.ALLREDUCE, self.name, operation, *scales, self.set_id, grouped=True)
@@ -160,22 +162,22 @@ class GradientExchange:
         self._direct = DirectBuckets(self.source, self.buckets)
 
     def _rejoin(self) -> bool:
-        """Join the new job after ``shutdown()`` and ``init()``. Returns True if there is one. Thread: any."""
+        """Join the new job after ``shutdown()`` and ``init()``. Return True if there is one. Thread: any."""
         if not self.engine.closed or self.engine is session.engine():
             return False
         self._join()
         return True
 
     def start_again(self) -> None:
-        """Discard agreements after ``join()``: a joined rank has missed some of them. Thread: script."""
+        """Discard agreements after ``join()``, because a joined rank has missed some. Thread: script."""
         self._forget()
         self.reset()
 
     def extend(self, names: Sequence[str]) -> None:
-        """Add the gradients that are new in the source. All ranks call this between the same two steps.
+        """Add new gradients of the source. All ranks must call this between the same two steps.
 
-        The exchange keeps its name, so the next exchange fails on all ranks if a rank has not called this.
-        Thread: script.
+        The name of the exchange does not change, so the next exchange fails on all ranks if a rank has not
+        called this. Thread: script.
         """
         if any(bucket.work is not None for bucket in self.buckets.all):
             self.abandon()
@@ -187,17 +189,17 @@ class GradientExchange:
         self._forget()
 
     def choose_overlap(self, overlap: bool) -> None:
-        """Ask to overlap exchanges with backward, or to stop.
+        """Request that exchanges overlap with backward, or that they no longer do.
 
-        All ranks switch after the same mask: on once all ranks have asked for it, off once any rank has asked
-        to stop. Ranks may call this between different steps. Thread: script.
+        All ranks switch after the same mask: on once all ranks have requested overlap, off once any rank no
+        longer does. Ranks may call this between different steps. Thread: script.
         """
         if overlap != self.wants_overlap:
             self.wants_overlap = overlap
             self._overlap_changed = True
 
     def reset(self) -> None:
-        """Forget what was computed and reduced. Called by ``zero_grad`` and after an error. Thread: any."""
+        """Discard the progress in this step. Called by ``zero_grad`` and after an error. Thread: any."""
         state = self.state
         if not state.passes and state.exchanged_at < 0 and 1 not in state.computed:
             return
@@ -206,11 +208,11 @@ class GradientExchange:
         self.buckets.restart(wait=self.mode is not Mode.DIRECT)
 
     def on_gradient(self, index: int) -> None:
-        """Note a computed gradient. If overlapping, send its bucket once complete. Thread: autograd.
+        """Note a computed gradient. With overlap, send its bucket once it is complete. Thread: autograd.
 
         Raises:
             AssertionError: The gradient was already reduced in this step and the operation is not Average,
-                or it was computed twice in one pass while it was being reduced.
+                or it was computed a second time in a pass while it was being reduced.
         """
         state = self.state
         if state.reduced[index] and self.operation is not ReduceOp.AVERAGE:
@@ -237,7 +239,7 @@ class GradientExchange:
         buckets = self.buckets
         bucket = buckets.of[index]
         bucket.lacking += -1 if index in buckets.expected else 1
-        # If there are several passes per exchange, later passes add to gradients that the first computed.
+        # With several passes per exchange, later passes add to the gradients from the first.
         if bucket.lacking or self.passes > 1 or self._rejoin():
             return
         if self.mode is Mode.DIRECT:
@@ -246,14 +248,14 @@ class GradientExchange:
             buckets.send_early(bucket, self.state.computed)
 
     def on_backward_end(self, began_in: int | None = None) -> None:
-        """Count a backward pass that computed some of the gradients. Exchange after every ``passes``-th pass.
+        """Count a backward pass that computed any of the gradients. Exchange after every ``passes``-th pass.
 
         Thread: autograd, which exchanges.
 
         Args:
-            began_in: The step in which the pass began, if it may be an earlier step (because a hook called
-                ``step()``). Gradients computed since then are exchanged, but the pass does not count in this
-                step.
+            began_in: The step in which the pass began: an earlier one if a hook called ``step()``. In
+                that case, gradients computed since then are exchanged, but the pass does not count in the
+                current step.
         """
         own = began_in is None or began_in == self.step
         self.state.passes += own
@@ -261,7 +263,7 @@ class GradientExchange:
             self._exchange()
 
     def finish_exchange(self) -> None:
-        """Exchange before the gradients are used, if not already done. Thread: script, which exchanges."""
+        """Exchange any gradients that are not reduced, before use. Thread: script, which exchanges."""
         computed = self.state.computed
         if not self.finished or 1 in computed or self.source.unreduced(computed):
             if self.operation is ReduceOp.AVERAGE:
@@ -276,7 +278,7 @@ class GradientExchange:
         self.begin()
 
     def begin(self) -> None:
-        """Forget what was reduced: later changes count for the next exchange. Thread: script."""
+        """Begin a step: later changes to gradients count for the next exchange. Thread: script."""
         if self.operation is not ReduceOp.AVERAGE:
             self.source.settle()
         self.reset()
@@ -301,8 +303,8 @@ class GradientExchange:
                 raise
             raise MismatchError(
                 f"Gradients from different steps were exchanged together: rank {self.engine.rank} is in step "
-                f"{self.step}, {error}. Some ranks made more backward passes than others before "
-                "optimizer.step(). Make the same number on all ranks (a pass may skip parameters), replace "
+                f"{self.step}, {error}. Some ranks ran more backward passes than others before "
+                "optimizer.step(). Run the same number on all ranks (a pass may skip parameters), replace "
                 "gradients after a pass on all ranks or none, or exchange only in step(), with "
                 "reduce_in_backward=False."
             ) from None
@@ -314,7 +316,7 @@ class GradientExchange:
             weights.compare(self.engine, call, sample)
 
     def _exchange_fast(self) -> bool:
-        """Exchange the expected gradients without a mask. Returns False if a rank refuses."""
+        """Exchange the expected gradients without a mask. Return False if a rank refuses."""
         if self._overlap_changed:
             self._fast_path.refuse()
         elif self._fast_path.exchange(self.state.computed, self.step):
@@ -324,7 +326,7 @@ class GradientExchange:
         return False
 
     def _exchange_by_mask(self) -> None:
-        """Agree on the gradients by a mask, then reduce them. Raises the same errors as ``StepMask.wait``."""
+        """Agree on the gradients by a mask, then reduce them. Raises the errors of ``StepMask.wait``."""
         self._overlap_changed = False
         kinds = self.source.kinds(self.state.computed)
         if self.mode is Mode.DIRECT:
@@ -337,7 +339,7 @@ class GradientExchange:
             kinds, self.step, overlap=self.wants_overlap, on_device=self.source.on_device,
             deviation=max(deviation, self._direct.deviation),
         )
-        # Unless the operation is Average, a gradient left from an earlier exchange must not count again.
+        # Unless the operation is Average, a gradient left behind by an earlier exchange must not count again.
         zeros = b"" if self.operation is ReduceOp.AVERAGE else bytes(not kind for kind in kinds)
         if self.mode is not Mode.DIRECT:
             self.buckets.send_complete(kinds, zeros)
@@ -354,7 +356,7 @@ class GradientExchange:
         self._choose_mode()
 
     def _choose_mode(self) -> None:
-        """After an exchange by the mask, choose the next exchange's mode."""
+        """Choose the mode of the next exchange, after an exchange by the mask."""
         mask, path, on_device = self._mask, self._fast_path, self.source.on_device
         possible = self.overlap if on_device else len(self.buckets.all) == 1 and not self.overlap
         possible = possible and self.operation is ReduceOp.AVERAGE
@@ -368,14 +370,14 @@ class GradientExchange:
             path.back_off()
 
     def _continue_masked(self, abort: bool = False) -> None:
-        """Exchange by the mask, for more steps than last time. ``abort``: see ``DirectBuckets.leave``."""
+        """Exchange by the mask for more steps than last time. ``abort``: see ``DirectBuckets.leave``."""
         if self.mode is Mode.DIRECT:
             self._direct.leave(abort)
         self.mode = Mode.MASKED
         self._fast_path.back_off()
 
     def _exchanged(self, union: bytes) -> None:
-        """Note that these gradients are reduced."""
+        """Note that the gradients in ``union`` have been reduced."""
         state = self.state
         if self.operation is not ReduceOp.AVERAGE:
             both = zip(union, state.reduced, strict=True)
@@ -387,7 +389,7 @@ class GradientExchange:
         self.buckets.restart()
 
     def close(self) -> None:
-        """Free device resources after the optimizer is gone. Thread: script, or one that collects garbage."""
+        """Free device resources after the optimizer is gone. Thread: script, or any that collects garbage."""
         exchanges.discard(self)
         self.source.close_direct()
 

@@ -1,10 +1,10 @@
-"""The fast path of gradient exchange: without a mask, while all ranks compute the same gradients.
+"""The fast path for exchanging gradients, without a mask, while all ranks compute the same gradients.
 
 After several exchanges in a row in which all ranks computed the same gradients, all ranks take the fast path.
 Each rank that has exactly these gradients sends them, with a *tag* that shows the step number. If the request
 succeeds, all ranks had the same gradients. A rank with different gradients refuses the request, which
-makes it fail on all ranks, and they exchange by the mask. Each time that happens, they wait longer before
-trying again.
+makes it fail on all ranks. They then use the mask instead. Each time that happens, they wait for more steps
+before they try again.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from ringdance.training.gradients.mask import DifferentStepsError
 from ringdance.training.gradients.source import AS_DENSE, GradientSource
 
 # Step numbers are compared modulo _TAGS. A tag has one element per number: 1 for the rank's step, 0 for the
-# others. The average is positive for each step in which some rank is, in any floating-point dtype and for any
-# number of ranks. Joined ranks add zeros.
+# others. In the average, an element is positive if any rank is in that step, in any floating-point dtype and
+# for any number of ranks. Joined ranks add zeros.
 _TAGS = 8
 _FIRST_BACKOFF, _MOST_BACKOFF = 2, 256
 
@@ -29,17 +29,17 @@ _FIRST_BACKOFF, _MOST_BACKOFF = 2, 256
 class FastPath:
     """Exchanges the expected gradients without a mask, and decides when all ranks do so.
 
-    ``update`` returns the same on all ranks, and ``expected_kinds`` is equal on all ranks.
+    The result of ``update`` and the value of ``expected_kinds`` are equal on all ranks.
 
     Thread: exchanging, or script when parameters are added.
 
     Args:
         engine: Engine of this rank.
         source: Access to the gradients.
-        call: Call with the exchange's name, process set, operation and scales.
+        call: Call that has the name, process set, operation and scales of the exchange.
 
     Attributes:
-        expected_kinds: Kinds of gradients agreed on last time. Empty if one was sparse.
+        expected_kinds: Kinds of the gradients agreed on last. Empty if one was sparse.
     """
 
     def __init__(self, engine: Engine, source: GradientSource, call: Call) -> None:
@@ -49,12 +49,12 @@ class FastPath:
         self._call = call.but(name=f"{call.name}.expected")
         self._indices: tuple[int, ...] = ()
         self._computed = b""
-        self._tags: dict[np.dtype[Any], list[Array]] = {}  # One tag per step, then the buffer that is sent.
+        self._tags: dict[np.dtype[Any], list[Array]] = {}  # One tag per number, then the buffer to send.
         self._in_a_row = 0
         self._backoff = _FIRST_BACKOFF
 
     def update(self, union: bytes, alike: bool, possible: bool) -> bool:
-        """Record the outcome of an exchange by the mask. Returns True if the next one needs no mask.
+        """Record the outcome of an exchange by the mask. Return True if the next one does not need a mask.
 
         Args:
             union: Kinds of gradients that all ranks agreed on.
@@ -72,7 +72,7 @@ class FastPath:
         return ready
 
     def exchange(self, computed: bytearray, step: int) -> bool:
-        """Average the expected gradients. If a rank has different ones, changes nothing and returns False.
+        """Average the expected gradients. If a rank has different ones, change nothing and return False.
 
         Raises:
             DifferentStepsError: Ranks are in different steps. Raised on all ranks.
@@ -87,7 +87,7 @@ class FastPath:
         try:
             work.wait()
         except MismatchError:
-            return False  # A real mismatch will show up again in the exchange by mask.
+            return False  # A real mismatch also occurs in the exchange by the mask.
         if tag.tolist().count(0) != _TAGS - 1:
             steps = ", ".join(map(str, np.flatnonzero(tag)))
             raise DifferentStepsError(f"the ranks are in {steps} (modulo {_TAGS})")
@@ -99,7 +99,7 @@ class FastPath:
         self._call.refuse(self._engine, "it computed different gradients than in the previous steps.")
 
     def back_off(self) -> None:
-        """Exchange by the mask, for more steps than last time."""
+        """Exchange by the mask for more steps than last time."""
         self._in_a_row = 0
         self._backoff = min(2 * self._backoff, _MOST_BACKOFF)
 
@@ -109,7 +109,7 @@ class FastPath:
         self._backoff = _FIRST_BACKOFF
 
     def _views(self, computed: bytearray) -> tuple[Array, ...] | None:
-        """Return views of the expected gradients, or None if this rank has different ones."""
+        """Return views of the expected gradients, or None if this rank has different gradients."""
         if computed != self._computed:
             return None
         views = self._source.gradient_views(self._indices)

@@ -1,7 +1,7 @@
 """Reduce the gradients of a step as one list. Used by the bindings for TensorFlow, Keras and JAX.
 
-The ranks match the lists of several optimizers or tapes by name (``UseOrder``), and check that all have the
-same gradients (``pattern_of``). Gradients of local variables stay out of the exchange (``reduce_shared``).
+The ranks match the lists of several optimizers or tapes by name (``UseOrder``), and check that all ranks have
+the same gradients (``pattern_of``). Gradients of local variables are not exchanged (``reduce_shared``).
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ class UseOrder:
     def __init__(self) -> None:
         self._known: dict[Any, list[tuple[weakref.ref[Any], threading.Thread, set[threading.Thread]]]] = {}
         self._lock = threading.Lock()
-        session.at_init(self._known.clear)  # A rank that failed may have numbered more objects than others.
+        session.at_init(self._known.clear)  # After a failure, ranks may have numbered different objects.
 
     def number(self, key: Any, owner: Any) -> int:
-        """Return ``owner``'s number among the owners with this key, from 0. Keeps a weak reference.
+        """Return the number, from 0, of ``owner`` among the owners with this key. Keeps a weak reference.
 
         Raises:
             ArgumentError: Parallel threads use several owners, so their order may differ between ranks.
@@ -37,7 +37,7 @@ class UseOrder:
                     return number
             if any(user() is not None and _uncertain(thread, first, there) for user, first, there in known):
                 raise ArgumentError(
-                    f"Two threads reduce gradients of identical models ({key}), and may do so in a different "
+                    f"Two threads reduce the gradients of identical models ({key}), and may do so in another "
                     "order on other ranks. Pass a unique name= to each DistributedOptimizer or tape."
                 )
             known.append((weakref.ref(owner), thread, set(threading.enumerate())))
@@ -45,16 +45,16 @@ class UseOrder:
 
 
 def _uncertain(thread: threading.Thread, user: threading.Thread, there: set[threading.Thread]) -> bool:
-    """Return True if ``thread`` may come first on other ranks.
+    """Return True if ``thread`` may come before ``user`` on other ranks.
 
     ``there`` contains the threads that were alive when ``user`` first used its owner.
     """
-    # A thread that starts later comes second on all ranks. So does the main thread after joining others.
+    # A thread that starts later comes second on all ranks, as does the main thread after joining others.
     return user is not thread in there and (user.is_alive() or thread is not threading.main_thread())
 
 
 def pattern_of(kinds: Sequence[str]) -> str:
-    """Return text that describes a step's gradients, for comparison by the ranks. "" if all are dense.
+    """Return text that describes the gradients of a step, to compare between ranks. Empty if all are dense.
 
     Args:
         kinds: "dense", "rows" or "none" for each variable.
@@ -70,15 +70,15 @@ def reduce_shared(
     reduce: Callable[[list[Any], list[Any]], list[Any]], gradients: Sequence[Any], variables: Sequence[Any],
     is_local: Callable[[Any], bool], local_factor: float, factor: float = 1.0,
 ) -> list[Any]:
-    """Reduce gradients over the ranks, except gradients of local variables, which this rank keeps.
+    """Reduce gradients over the ranks, except those for local variables, which this rank keeps.
 
     Args:
         reduce: Function that reduces a list of gradients. Called with the gradients and their variables.
         gradients: Tensors, ``tf.IndexedSlices`` or ``None``.
         variables: One variable for each gradient.
         is_local: Function that returns True for a local variable.
-        local_factor: Factor applied to gradients of local variables.
-        factor: Factor applied to reduced gradients.
+        local_factor: Factor by which to multiply the gradients of local variables.
+        factor: Factor by which to multiply the reduced gradients.
     """
     local = [is_local(variable) for variable in variables]
     shared = [index for index, here in enumerate(local) if not here]

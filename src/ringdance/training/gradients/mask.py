@@ -1,17 +1,17 @@
-"""The mask: a few bytes with which the ranks agree on a step's gradients.
+"""The mask: a few bytes with which the ranks agree on the gradients of a step.
 
 Note [Mask]
-The ranks take the elementwise ``MAX`` of their bytes. A rank that has joined contributes zeros. The layout
-for n gradients and, if they are on a device, m ranks in the process set::
+The ranks reduce their masks with ``MAX``, byte by byte. A rank that has joined contributes zeros. The layout
+for n gradients and m ranks in the process set (0 unless the gradients are on a device) is::
 
     n bytes   kind of each gradient, 0 if this rank has not computed it (see ``source.AS_DENSE``)
     1 byte    step + 1: the maximum shows the latest step
     1 byte    STEPS - step: the maximum shows the earliest step. Neither byte is zero
-    1 byte    1 if this rank does not want to overlap
+    1 byte    1 if this rank does not want overlap
     1 byte    this rank's ``Deviation``
-    m bytes   1 at this rank's own position. A position that stays 0 shows a rank that has joined
-    4 bytes   digest of the parameter names and its complement. If digests differ, the maximum of the
-              digests or of their complements differs from this rank's
+    m bytes   1 at this rank's position. If a position remains 0, that rank has joined
+    4 bytes   digest of the parameter names, and its complement. If ranks have different digests, the
+              maximum of the digests or of the complements differs from this rank's own
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from ringdance.core.request import Collective, ReduceOp, Work
 from ringdance.errors import MismatchError
 from ringdance.training.collectives import Call
 
-# Steps are counted modulo STEPS, so that each step number fits into a byte. STEPS is a multiple of the fast
-# path's number of tags, so that neighboring steps also have different tags when the count wraps.
+# Steps are counted modulo STEPS, so that a step number fits into a byte. STEPS is a multiple of the number of
+# tags in the fast path, so that neighboring steps have different tags even if the count wraps.
 STEPS = 248
-_FIXED = 4  # Number of bytes between the kinds and the ranks.
+_FIXED = 4  # Number of bytes between the kinds and the positions of the ranks.
 
 
 class DifferentStepsError(Exception):
@@ -42,13 +42,13 @@ class Deviation(IntEnum):
     """How a rank deviates from what all ranks expect. The maximum over the ranks counts."""
 
     NONE = 0
-    OTHER = 1  # It has different gradients, or has launched buckets with another pass's gradients.
+    OTHER = 1  # It has different gradients, or launched buckets with the gradients of another pass.
     # It has not launched all buckets, because it has joined or a launch failed. See Note [Direct buckets].
     MISSING = 2
 
 
 def digest_of(text: str, size: int = 4) -> bytes:
-    """Return a digest of ``size`` bytes, equal on all ranks."""
+    """Return a digest of ``size`` bytes, which is equal on all ranks for equal text."""
     return hashlib.blake2b(text.encode(), digest_size=size).digest()
 
 
@@ -59,13 +59,13 @@ class StepMask:
 
     Args:
         engine: Engine of this rank.
-        call: Call with the exchange's name and process set.
+        call: Call that has the name and process set of the exchange.
         names: Parameter names.
 
     Attributes:
-        kinds: Kinds of the gradients that any rank has computed. Like all attributes, set by ``wait``.
+        kinds: Kinds of the gradients that any rank has computed. ``wait`` sets this and the other attributes.
         all_want_overlap: True if all ranks want to exchange during backward.
-        deviation: Maximum deviation over the ranks. Joined ranks count only if gradients are on a device.
+        deviation: Maximum deviation over the ranks. Joined ranks count only if the gradients are on a device.
     """
 
     def __init__(self, engine: Engine, call: Call, names: Sequence[str]) -> None:

@@ -12,13 +12,13 @@ from ringdance.errors import ArgumentError
 
 
 def check_passes(passes: int) -> None:
-    """Raise ArgumentError for a wrong ``backward_passes_per_step``."""
+    """Raise ArgumentError if ``backward_passes_per_step`` is invalid."""
     if passes <= 0:
         raise ArgumentError(f"backward_passes_per_step must be at least 1, got {passes}.")
 
 
 def listed_layers(layers: Any, layer_type: type) -> list[Any]:
-    """Return the argument ``local_layers``, which is None, a layer or several layers, as a list.
+    """Return the argument ``local_layers`` (None, a layer or several layers) as a list.
 
     Raises:
         ArgumentError: An element is not a Keras layer.
@@ -33,7 +33,7 @@ def listed_layers(layers: Any, layer_type: type) -> list[Any]:
 
 
 def scales_of(operation: ReduceOp, predivide: float) -> tuple[float, float]:
-    """Return prescale and postscale factors for ``gradient_predivide_factor``."""
+    """Return the prescale and postscale factors for ``gradient_predivide_factor``."""
     if predivide == 1.0:
         return 1.0, 1.0
     if operation is not ReduceOp.AVERAGE:
@@ -44,7 +44,7 @@ def scales_of(operation: ReduceOp, predivide: float) -> tuple[float, float]:
 def check_groups(
     groups: Any, order: Sequence[int], index_of: Callable[[Any], int | None]
 ) -> list[tuple[int, ...]]:
-    """Convert a user's ``groups`` argument to groups of parameter indices.
+    """Convert the argument ``groups`` to groups of parameter indices.
 
     Args:
         groups: ``None``, a positive number, or lists of parameters.
@@ -52,7 +52,7 @@ def check_groups(
         index_of: Function that returns a parameter's index, or ``None`` if it is not in the optimizer.
 
     Raises:
-        ArgumentError: ``groups`` has the wrong type, or one of the optimizer's parameters appears twice.
+        ArgumentError: ``groups`` has the wrong type, or a parameter appears more than once.
     """
     if groups is None or groups == 0:
         return []
@@ -66,7 +66,7 @@ def check_groups(
         # Parameters that are not in the optimizer are skipped, like those in named_parameters.
         members = tuple(index for index in map(index_of, group) if index is not None)
         if len(set(members)) != len(members) or seen.intersection(members):
-            raise ArgumentError("groups: a parameter may appear in one group only, and only once.")
+            raise ArgumentError("groups: a parameter must not appear more than once.")
         seen.update(members)
         if members:
             result.append(members)

@@ -1,4 +1,4 @@
-"""The interface between a binding's gradients and ``exchange.GradientExchange``."""
+"""The interface through which ``exchange.GradientExchange`` uses a binding's gradients."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from ringdance.training.collectives import Array, Call
 from ringdance.training.gradients.sparse import Rows
 
 # Kinds in the mask: 0 (no gradient), d (sparse, with d sparse dimensions), AS_DENSE + d (sparse, but reduced
-# as a dense gradient and converted back afterwards), and DENSE. The mask contains the maximum over the ranks,
+# as a dense gradient and converted back), and DENSE. The mask contains the maximum over the ranks,
 # so a gradient that is dense on any rank is reduced as dense, and a bucket that was already sent stays valid.
 AS_DENSE = 128
 DENSE = 255
 
 
 class GradientSource(Protocol):
-    """A binding's gradients, by parameter index.
+    """Access to a binding's gradients by parameter index.
 
     Attributes:
-        advice: Code that a script needs to give all ranks equal parameters and optimizer state.
+        advice: Code that a script needs so that all ranks have equal parameters and optimizer state.
     """
 
     advice: str
 
     @property
     def on_device(self) -> bool:
-        """True if gradients are exchanged on their device: see ``DeviceExchange``."""
+        """True if gradients are exchanged on their device. See ``DeviceExchange``."""
 
     def kinds(self, computed: bytearray, indices: Sequence[int] | None = None) -> bytearray:
-        """Return the kinds of all gradients, or only of ``indices``. 0 means that it is not ``computed``."""
+        """Return the kinds of all gradients, or of ``indices``. The kind is 0 if not ``computed``."""
 
     def unreduced(self, computed: bytearray) -> list[int]:
-        """Return the parameters whose gradient is neither ``computed`` nor the result of an exchange."""
+        """Return the parameters whose gradients are neither ``computed`` nor results of an exchange."""
 
     def forget(self) -> None:
         """Stop treating any gradient as the result of an exchange, because all were cleared."""
@@ -46,7 +46,7 @@ class GradientSource(Protocol):
         """Stop treating gradients as results of an exchange if they have changed since ``settle``."""
 
     def gradient_views(self, indices: Sequence[int]) -> tuple[Array, ...] | None:
-        """Return views of gradients to reduce in place. ``None`` unless all are dense and contiguous."""
+        """Return views of gradients to reduce in place, or ``None`` unless all are dense and contiguous."""
 
     def buffers(self, indices: Sequence[int], zeros: bytes) -> tuple[Array, ...]:
         """Return contiguous views to reduce in place, with zeros for gradients missing on this rank.
@@ -73,7 +73,7 @@ class GradientSource(Protocol):
         """Abort the communicator for ``launch``, if it exists."""
 
     def write_back(self, indices: Sequence[int], union: bytes) -> None:
-        """Store the reduced values as gradients. Each gradient has the kind given in ``union``."""
+        """Store the reduced values as gradients. ``union`` contains the kind of each gradient."""
 
     def sparse_rows(self, index: int, sparse_dims: int) -> Rows:
         """Return the entries of a sparse gradient, in any order and possibly repeated. Empty if missing.
@@ -88,4 +88,4 @@ class GradientSource(Protocol):
         """Return the size of the gradient in bytes."""
 
     def sample(self, indices: Sequence[int], names: Sequence[str]) -> tuple[list[str], Array]:
-        """Return parameter names for messages, and a sample of the parameters: see ``weights``."""
+        """Return parameter names for messages, and a sample of the parameters. See ``weights``."""

@@ -1,16 +1,16 @@
 """Reduce gradients that contain only some of a table's rows, for all frameworks.
 
-Rows that occur several times on a rank are first summed on that rank. A small all-reduce then adds up the
-ranks' row counts, so that all ranks choose the same route:
+Rows that occur several times on a rank are first summed on that rank. A small all-reduce then sums the row
+counts of all ranks, so that all ranks choose the same route:
 
 - "rows": rows are gathered, and equal rows are summed. Memory and time grow with the number of rows, not with
   the table.
-- "dense": used if the rows of all ranks together are a large part of the table, or if the table is small.
-  Each rank makes a dense table, all-reduces it, and extracts the rows that any rank has used.
+- "dense": each rank creates a dense table, all-reduces it, and extracts the rows that any rank has used. This
+  is chosen if all ranks together have a large share of the table's rows, or if the table is small.
 
-A rank never needs more memory than about one table, or the rows of all ranks. In particular, it never needs
-the table's size times the number of ranks. Both routes give the same result: each row that any rank has used,
-once, in ascending order.
+A rank never needs much more memory than one table, or the rows of all ranks. In particular, memory never
+grows with the table's size times the number of ranks. Both routes give the same result: each row that any
+rank has used, once, in ascending order.
 While a rank has joined, only all-reduces work, so the choice is "dense". The setting ``sparse`` forces one
 of the routes.
 """
@@ -36,9 +36,9 @@ from ringdance.training.collectives import Array, Call
 _log = logging.getLogger("ringdance")
 
 ROWS, DENSE = "rows", "dense"
-# Measured with two ranks on one host: the dense route was faster if all ranks together had at least this
-# share of the table's rows (0.2 for 128 columns, 0.27 for 16, 0.45 for one), or if the table was at most this
-# large.
+# Measured with two ranks on one host: the dense route was faster if all ranks together had at least the share
+# DENSE_FROM of the table's rows (0.2 for 128 columns, 0.27 for 16, 0.45 for one), or if the table's size was
+# at most SMALL_BYTES.
 DENSE_FROM = 0.3
 SMALL_BYTES = 64 << 10
 _FEW_RUNS = 64
@@ -50,8 +50,8 @@ class Rows:
     """Some rows of a table.
 
     Args:
-        keys: Row numbers, int64, shape (n,).
-        values: The part of the table for each key, shape (n, ...).
+        keys: Row numbers (int64), of shape (n,).
+        values: The row for each key, of shape (n, ...).
         table: Number of rows in the table, or -1 if unknown.
     """
 
@@ -64,17 +64,18 @@ _logged: weakref.WeakKeyDictionary[Engine, set[str]] = weakref.WeakKeyDictionary
 
 
 def merge(keys: Array, values: Array, divisor: int = 1) -> tuple[Array, Array]:
-    """Return the unique keys in ascending order, and the sums of their values divided by ``divisor``.
+    """Return the unique keys in ascending order, and the sums of their values, divided by ``divisor``.
 
-    16-bit floats are summed and divided in float32, and rounded once.
+    16-bit floats are summed and divided in float32, and then rounded once.
 
     Args:
-        keys: Keys, int64, shape (n,).
-        values: Values of shape (n, ...). The dtype must support addition, and for division also fractions.
+        keys: Keys (int64), of shape (n,).
+        values: Values of shape (n, ...). The dtype must support addition and, unless ``divisor`` is 1,
+            fractions.
         divisor: Number by which the sums are divided.
     """
     dtype = values.dtype
-    starts = np.flatnonzero(keys[1:] <= keys[:-1]) + 1  # Where ascending runs start, such as one rank's keys.
+    starts = np.flatnonzero(keys[1:] <= keys[:-1]) + 1  # Starts of ascending runs (such as one rank's keys).
     if len(starts):
         order = np.argsort(keys, kind="stable")  # Rows with the same key stay in rank order.
         ascending = keys[order]
@@ -104,12 +105,12 @@ def _widened(values: Array) -> Array:
 
 
 def route_of(rows: int, table: int, row_bytes: int) -> str:
-    """Return the faster route, depending on the density and size of the rows.
+    """Return the faster route for the rows of a table.
 
     Args:
         rows: Total number of rows on all ranks, after each rank has merged its own.
         table: Number of rows in the table, or -1 if unknown.
-        row_bytes: Size of a row's values.
+        row_bytes: Size of a row's values in bytes.
     """
     if table < 0:
         return ROWS
@@ -119,7 +120,7 @@ def route_of(rows: int, table: int, row_bytes: int) -> str:
 class SparseExchange:
     """Sums or averages the rows of several tables over the ranks. ``wait()`` returns the result.
 
-    All members of the process set create their exchanges in the same order, with the same tables.
+    All members of the process set must create their exchanges in the same order, with the same tables.
 
     Args:
         engine: Engine of this rank.
@@ -128,7 +129,7 @@ class SparseExchange:
         name: Key that matches the ranks' calls. If ``None``, calls match by order.
         average: If True, sums are divided by the number of ranks.
         set_id: Id of the process set.
-        pattern: Describes the step's gradients. See ``lists.pattern_of``.
+        pattern: Description of the step's gradients. See ``lists.pattern_of``.
 
     Attributes:
         routes: "rows" or "dense" for each table, after ``wait()``.
@@ -149,7 +150,7 @@ class SparseExchange:
         self.set_id = set_id
         self.routes: list[str] = []
         self.parts = [Rows(*merge(part.keys, part.values), part.table) for part in parts]
-        # The rows of each table, and the number of ranks that exchange (joined ranks add zeros).
+        # The number of rows for each table, and of ranks that exchange (joined ranks add zeros).
         self._counts = np.array([*(len(part.keys) for part in self.parts), 1], np.int64)
         if name and not labels.known(f"grouped_allreduce.{name}", len(names)):
             labels.note(f"grouped_allreduce.{name}", name, "rows of the gradients", self.names)
@@ -159,7 +160,7 @@ class SparseExchange:
 
     @staticmethod
     def first_call(name: str | None, set_id: int = 0, pattern: str = "") -> Call:
-        """Return the first call that an exchange makes."""
+        """Return the call that an exchange makes first."""
         return Call(Collective.ALLREDUCE, name, set_id=set_id, grouped=True, pattern=pattern)
 
     def _call(self, kind: Collective, what: str, operation: ReduceOp = ReduceOp.SUM) -> Call:
@@ -203,7 +204,7 @@ class SparseExchange:
         return routes
 
     def _log(self, name: str, table: int, count: int, route: str) -> None:
-        """Log the first route of a table, on the lowest rank."""
+        """Log the route of a table the first time, on the lowest rank."""
         logged = _logged.setdefault(self.engine, set())
         if name in logged:
             return
@@ -258,7 +259,7 @@ def submit(call: Call, engine: Engine, inputs: Sequence[Array]) -> Work:
         inputs: For each table: its values, its keys, and its number of rows (a scalar).
 
     Returns:
-        A work with the results in the same order. Keys keep their type.
+        A work with the results in the same order. Keys keep their dtype.
     """
     if not call.tables:
         return call.submit(engine, tuple(inputs))

@@ -1,9 +1,9 @@
-"""Compare the ranks' parameters during training: without a broadcast, each rank trains a different model.
+"""Compare parameters between ranks during training: without a broadcast, each rank trains its own model.
 
-Nothing else would reveal that, because the gradients are averaged anyway. A binding calls ``due`` at each
-gradient exchange. If a comparison is due, the binding samples its parameters, at most ``PLACES`` elements
-each, and passes the sample to ``compare``. Compiled programs contain the comparison's call (``call_of``),
-which is made when they run.
+Nothing else would reveal this, because the gradients are averaged anyway. A binding calls ``due`` in each
+gradient exchange. If a comparison is due, the binding samples its parameters (at most ``PLACES`` elements of
+each), and passes the sample to ``compare``. Compiled programs contain the call for the comparison
+(``call_of``), and make it when they run.
 """
 
 from __future__ import annotations
@@ -36,12 +36,13 @@ _TOLERANCE = 1e-3  # Relative to a parameter's largest element. Different CPUs r
 
 
 class _Exchanges(Counter[_Key]):
-    """Counts gradient exchanges since all ranks joined. Keys: process set members and exchange name.
+    """Counts gradient exchanges since the last join. Keys: process set members and exchange name.
 
     Attributes:
-        left: Exchanges before the first comparison. Joins do not change it, so it may differ between ranks.
-        done: Exchanges that were compared, equal on all ranks.
-        reported: Exchanges whose weights differed, equal on all ranks. Each is reported once.
+        left: Number of exchanges left before the first comparison. Joins do not change it, so it may differ
+            between ranks.
+        done: Keys whose weights have been compared, equal on all ranks.
+        reported: Keys whose weights differed, equal on all ranks. Each is reported once.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -52,7 +53,7 @@ class _Exchanges(Counter[_Key]):
         on_join(engine, self.forget)
 
     def forget(self) -> None:
-        """Restart the counts: all ranks have joined, after different numbers of exchanges."""
+        """Restart the counts: all ranks have joined, possibly after different numbers of exchanges."""
         self.clear()
 
 
@@ -66,23 +67,23 @@ def _counts_of(engine: Engine) -> _Exchanges:
 
 
 def due(engine: Engine, set_id: int, name: str, at: int = _LATER, anew: bool = False) -> bool:
-    """Count an exchange of gradients. Returns True on all ranks if weights are to be compared.
+    """Count an exchange of gradients. Return True on all ranks if they must compare weights.
 
-    All ranks that exchange have counted the same number since they joined. After the first comparison,
-    weights are compared in exchange 10, 100, 1000 and so on. Before it, the ranks also check after each join
-    whether all are ready: see ``compare``.
+    All ranks in an exchange have counted the same number since the last join. After the first comparison,
+    weights are compared in exchanges 10, 100, 1000 and so on. Before it, the ranks also check after each join
+    whether all are ready. See ``compare``.
 
     Args:
         engine: Engine of this rank.
         set_id: Id of the process set.
-        name: Name of the exchange, or of the comparing call.
-        at: Number of the exchange at which to compare first.
+        name: Name of the exchange, or of the call that compares.
+        at: Number of the exchange in which to compare first.
         anew: If True, restart the count with this exchange. Must be the same on all ranks.
     """
     if engine.size == 1 or engine.settings.check_weights == "off":
         return False
     counts = _counts_of(engine)
-    key = _key(engine, set_id, name)  # Not the set's id, because ids of removed sets are reused.
+    key = _key(engine, set_id, name)  # Without the set's id, because ids of removed sets are reused.
     number = counts[key] = 1 if anew else counts[key] + 1
     counts.left[key] = counts.left.get(key, at) - 1
     asked = number == 1 and engine.joins > 0 and key not in counts.done
@@ -114,7 +115,7 @@ def call_of(name: str, parameters: Sequence[str], advice: str, set_id: int) -> C
 
 
 def rows_of(parameters: Iterable[Any], take: Callable[[Any], tuple[int, Any]]) -> Iterator[Any]:
-    """For each parameter, yield ``ROW`` numbers: its number of elements, some of them, then zeros.
+    """For each parameter, yield ``ROW`` numbers: its number of elements, some of the elements, then zeros.
 
     Args:
         parameters: Parameters of any type.
@@ -133,7 +134,7 @@ def rows_of(parameters: Iterable[Any], take: Callable[[Any], tuple[int, Any]]) -
 def compare_if_due(
     exchange: str, names: Sequence[str], advice: str, set_id: int, sample: Callable[[], Array]
 ) -> None:
-    """Count an exchange of gradients, and compare parameters if due: see ``due`` and ``call_of``.
+    """Count an exchange of gradients, and compare parameters if due. See ``due`` and ``call_of``.
 
     Args:
         exchange: Name of the gradient exchange.
@@ -148,10 +149,10 @@ def compare_if_due(
 
 
 def compare(engine: Engine, call: Call, sample: Array) -> None:
-    """Compare a sample with the samples of the other ranks. Reports a parameter that differs.
+    """Compare a sample with the samples of the other ranks. Report a parameter that differs.
 
-    Nothing is compared while a rank has joined or has not made its first exchanges. A parameter is skipped if
-    a rank has a different number of elements or could not read it.
+    Nothing is compared while a rank has joined, or before each rank has made its first exchanges. A parameter
+    is skipped if its number of elements differs between ranks, or if a rank could not read it.
 
     Args:
         engine: Engine of this rank.
@@ -184,7 +185,7 @@ def compare(engine: Engine, call: Call, sample: Array) -> None:
 
 
 def _ordered(values: Array) -> Array:
-    """Map values to finite numbers in the same order: infinities become the limits, and NaN sorts last."""
+    """Map values to finite numbers in the same order. Infinities become the limits, and NaN sorts last."""
     return np.nan_to_num(np.clip(values, -_INFINITE, _INFINITE), nan=float(1.5 * _INFINITE))
 
 

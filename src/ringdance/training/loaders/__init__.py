@@ -1,1 +1,1 @@
-"""Loaders for the ranks of a job: images, tables, and the user's own batches."""
+"""Loaders that divide images and table rows among ranks, and the measurement of any loader."""

@@ -1,4 +1,4 @@
-"""Loaders of images and table rows, for all bindings."""
+"""Loaders for images and table rows, for all bindings."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class Loaders:
         return array
 
     def images(self, batch: Batch, device: Any) -> Batch:
-        """Return a batch of images, converted to tensors."""
+        """Return a batch of images with its arrays converted to tensors."""
         return replace(
             batch, images=self.tensor(batch.images, device), labels=self.tensor(batch.labels, device),
             indices=self.tensor(batch.indices, None),
         )  # fmt: skip
 
     def memory(self, shape: tuple[int, ...], device: Any) -> np.ndarray[Any, Any]:
-        """Allocate memory for a batch of images that will be moved to a device."""
+        """Allocate memory for a batch of images that is then moved to a device."""
         return np.empty(shape, np.uint8)
 
     def image_loader(
@@ -42,32 +42,32 @@ class Loaders:
         threads: int | None = None, prefetch: int = 2, drop_last: bool = False,
         read_bytes: int | None = None, process_set: ProcessSet = global_process_set, device: Any = None,
     ) -> ImageBatches:
-        """Return a loader of this rank's part of each batch of images.
+        """Return a loader for this rank's part of each batch of images.
 
-        A collective call: all ranks make it, and it compares their arguments. Each iteration yields the rest
-        of an epoch as ``ringdance.data.Batch`` with the binding's tensors (eager ones in TensorFlow). The
-        images are uint8, of shape (n, size, size, 3). PyTorch images have shape (n, 3, size, size), in
-        channels-last memory; on a CPU they are the decoded data, without a copy. The last batch of an epoch
-        may be shorter, in which case JAX compiles the functions that use it again.
+        A collective call: all ranks must make it, and it compares their arguments. Each iteration yields the
+        rest of an epoch as ``ringdance.data.Batch`` objects with the binding's tensors (eager ones in
+        TensorFlow). The images are uint8, of shape (n, size, size, 3). PyTorch images have shape
+        (n, 3, size, size), in channels-last memory; on a CPU they share the decoded data, without a copy.
+        The last batch of an epoch may be shorter, in which case JAX compiles the functions that use it again.
 
         Args:
             dataset: A ``ringdance.data.Dataset`` or ``Synthetic``.
             batch_size: Number of images per batch on each rank.
             image_size: Height and width in pixels.
             augment: If True, crop and flip images at random. Otherwise, crop the center.
-            transform: Called for each image after that, as ``transform(image, draw)``, on decoding threads.
+            transform: Called for each cropped image as ``transform(image, draw)``, on decoding threads.
                 It takes and returns a uint8 array of shape (size, size, 3). ``draw(low, high)`` returns
-                random numbers, the same for a sample of an epoch on any rank.
-            shuffle: If True, each epoch has a different order. Default: same as ``augment``.
+                random numbers, which do not depend on the rank that a sample is on.
+            shuffle: If True, each epoch has a different order. Defaults to ``augment``.
             seed: Seed for the order and the augmentation.
-            threads: Number of decoding threads. Default: one per core in this rank's share.
+            threads: Number of decoding threads. By default, one per core in this rank's share.
             prefetch: Number of batches to prepare ahead.
-            drop_last: Skip the last batch of an epoch if the global batch is short.
-            read_bytes: Bytes to read from a file at a time if the order is shuffled. 0 reads each image
-                separately. Default: 2 MiB for data sets of more than 16 GiB, otherwise 0.
+            drop_last: If True, skip the last global batch of an epoch if it is short.
+            read_bytes: Number of bytes to read from a file at a time if ``shuffle`` is set. 0 reads each
+                image separately. By default, 2 MiB for data sets of more than 16 GiB, otherwise 0.
             process_set: Ranks among which the samples are divided.
-            device: Device of images and labels (in JAX, also a sharding). For a GPU, PyTorch decodes into
-                pinned memory and copies without blocking.
+            device: Device of images and labels (in JAX, also a sharding). For a GPU, the PyTorch
+                binding decodes into pinned memory and copies without blocking.
 
         Raises:
             ArgumentError: An argument is wrong.
@@ -85,7 +85,7 @@ class Loaders:
         decoding = {"augment": augment, "transform": transform, "threads": threads or max(1, own_cores())}
         reading = {"prefetch": prefetch, "read_bytes": read_bytes}
         loader = self._image_batches(dataset, batch_size, image_size, order, decoding | reading, device)
-        return watch_input(loader) if shuffle else loader  # Only training loaders shuffle.
+        return watch_input(loader) if shuffle else loader  # Only loaders for training shuffle.
 
     def _image_batches(
         self, dataset: Any, batch_size: int, image_size: int, order: Any, decoding: Any, device: Any
@@ -105,22 +105,22 @@ class Loaders:
         prefetch: int = 2, drop_last: bool = False, process_set: ProcessSet = global_process_set,
         device: Any = None,
     ) -> TableLoader:
-        """Return a loader of this rank's part of each batch of rows.
+        """Return a loader for this rank's part of each batch of rows.
 
-        A collective call: all ranks make it, and it compares their arguments. Each iteration yields the rest
-        of an epoch as ``ringdance.data.TableBatch`` with the binding's tensors. PyTorch tensors on a CPU are
-        the data that were read, without a copy. TensorFlow tensors are eager. JAX ids are int32 unless its
-        64-bit types are enabled. The last batch of an epoch may be shorter. JAX then compiles
-        the functions that use it again.
+        A collective call: all ranks must make it, and it compares their arguments. Each iteration yields the
+        rest of an epoch as ``ringdance.data.TableBatch`` objects with the binding's tensors. PyTorch tensors
+        on a CPU share the data that were read, without a copy. TensorFlow tensors are eager. In JAX, ids are
+        int32 unless 64-bit types are enabled. The last batch of an epoch may be shorter, in which case JAX
+        compiles the functions that use it again.
 
         Args:
             table: A ``ringdance.data.Table``.
             batch_size: Number of rows per batch on each rank.
             shuffle: If True, each epoch has a different order of blocks of 256 rows. Otherwise, file order.
             seed: Seed for the order.
-            threads: Number of threads that read and parse.
+            threads: Number of threads that read and parse rows.
             prefetch: Number of batches to prepare ahead.
-            drop_last: Skip the last batch of an epoch if the global batch is short.
+            drop_last: If True, skip the last global batch of an epoch if it is short.
             process_set: Ranks among which the rows are divided.
             device: Device of the tensors, as in ``image_loader``.
 

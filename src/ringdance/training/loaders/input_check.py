@@ -1,4 +1,4 @@
-"""Measure a job's input: the loader alone, the step alone, and both. See ``ringdance bench input``."""
+"""Measure the input of a job: the loader alone, the step alone, and both. See ``ringdance bench input``."""
 
 from __future__ import annotations
 
@@ -23,26 +23,25 @@ from ringdance.training.objects import allgather_json
 
 __all__ = ["watch_input"]
 
-# Prefix of the line on stdout by which rank 0 reports the metrics to `ringdance bench input`. JSON follows.
+# Prefix of the line on stdout in which rank 0 reports the metrics, as JSON, to `ringdance bench input`.
 INPUT_MARK = "::ringdance-input::"
-_LEAST = 3  # Minimum number of batches to skip as warm-up, and then to measure.
-_UNITS = {"images": "images", "ids": "rows"}  # What a batch with this attribute consists of.
-_KEPT, _KEPT_BYTES = 48, 1 << 28  # Maximum number and bytes of batches for measuring the step alone.
-# Student's t for 95% and 1, 2, ... degrees of freedom.
+_LEAST = 3  # Minimum number of batches in the warm-up, and in the measurement.
+_UNITS = {"images": "images", "ids": "rows"}  # Names of the samples in batches that have the attribute.
+_KEPT, _KEPT_BYTES = 48, 1 << 28  # Maximum number and total bytes of batches for the step alone.
+# Quantiles of Student's t for 95% confidence and 1, 2, ... degrees of freedom.
 _T = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
 _WARM_UP = 0.3  # Length of the warm-up, as a fraction of the measurement.
 
 
 def watch_input(loader: Any) -> Any:
-    """Return the training loader, so that ``ringdance bench input`` can measure it.
+    """Return a training loader in a form that ``ringdance bench input`` can measure.
 
     ::
 
         loader = hvd.watch_input(DataLoader(data, batch_size=32))
 
-    Without that command, the same object is returned. All ranks must iterate over the result or pass it to
-    Keras' ``fit``.
-    Loaders from ``image_loader`` and ``table_loader`` that shuffle are measured without this call.
+    Without that command, the loader itself is returned. All ranks must iterate over the result, or pass it to
+    ``fit`` in Keras. Loaders from ``image_loader`` and ``table_loader`` that shuffle do not need this call.
 
     Args:
         loader: Any object that can be iterated over several times: a DataLoader, a tf.data pipeline, a list.
@@ -54,13 +53,12 @@ def watch_input(loader: Any) -> Any:
 
 
 class WatchedLoader:
-    """A loader with an endless epoch. It stops the script once it has been measured.
+    """A loader with an endless epoch, which stops the script once it has been measured.
 
     Args:
         loader: Loader to measure. Attributes missing from this class are looked up in the loader.
-        part: What to measure. "loader" drops the batches, and "step" repeats the first ones. "both" does
-            neither.
-        seconds: Length of the measurement, after a warm-up.
+        part: What to measure: "loader" (drops the batches), "step" (repeats the first batches) or "both".
+        seconds: Length of the measurement in seconds, after a warm-up.
     """
 
     _measured: WatchedLoader | None = None  # The first loader to be iterated over.
@@ -81,7 +79,7 @@ class WatchedLoader:
         return len(self.source)  # type: ignore[arg-type]  # Raises TypeError if the source has no length.
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield batches until all ranks have measured. Then raise ``SystemExit(0)`` on all ranks."""
+        """Yield batches until all ranks have been measured. Then raise ``SystemExit(0)`` on all ranks."""
         if not self.begin():
             yield from self.source
             return
@@ -92,18 +90,18 @@ class WatchedLoader:
             self.count(number)
 
     def batches(self) -> Iterator[Any]:
-        """Yield the same batches as iteration, for training loops that call a loader's ``batches()``."""
+        """Yield the same batches as ``__iter__``, for training loops that call ``batches()``."""
         return iter(self)
 
     def begin(self) -> bool:
-        """Return True if this loader is the one to measure, which is the first to be iterated over."""
+        """Return True if this loader is the one to measure: the first that is iterated over."""
         if WatchedLoader._measured is None:
             WatchedLoader._measured = self
             self._start()
         return WatchedLoader._measured is self
 
     def _start(self) -> None:
-        """Start the clock."""
+        """Start measuring."""
         pids = session.engine().local_pids if session.is_initialized() else ()
         self._times, self._cpu, self._host = [time.perf_counter()], self._cpu_seconds(), CoreUse(pids)
 
@@ -111,7 +109,7 @@ class WatchedLoader:
         return float(self._process.sample()["cpu_seconds"])
 
     def count(self, samples: int) -> None:
-        """Count a batch that is done. Raise ``SystemExit(0)`` after the last one, on all ranks."""
+        """Count a processed batch. After the last one, raise ``SystemExit(0)`` on all ranks."""
         self._samples += samples
         self._batches += 1
         self._times.append(time.perf_counter())
@@ -134,7 +132,7 @@ class WatchedLoader:
         batch = None
         for batch in self.source:
             self._unit = next((word for name, word in _UNITS.items() if hasattr(batch, name)), "samples")
-            count = getattr(batch, "count", None)  # Counted over all ranks, so all skip the same.
+            count = getattr(batch, "count", None)  # Counted over all ranks, so all skip the same batches.
             self._full = count if self._full is None else self._full
             if count == self._full or not isinstance(count, int):
                 yield batch
@@ -156,11 +154,11 @@ class WatchedLoader:
                 break
 
     def _is_complete(self) -> bool:
-        """Return True if the measurement has lasted long enough. At the end of the warm-up, it starts.
+        """Return True if the measurement has lasted long enough. At the end of the warm-up, start it.
 
-        If steps are measured, the ranks agree, because all must stop after the same step. They communicate
-        after increasing numbers of batches, which costs next to nothing. Otherwise, the ranks wait for each
-        other only at the end.
+        If steps are measured, the ranks agree, because all must stop after the same step. The cost is
+        negligible, because the intervals between agreements grow. Otherwise, the ranks wait for each other
+        only at the end.
         """
         elapsed = time.perf_counter() - self._times[0]
         if self.part != "loader" and session.is_initialized():
@@ -191,7 +189,7 @@ class WatchedLoader:
             rank, rows = session.engine().rank, allgather_json(row, "ringdance.input_check.rows")
         if rank == 0:
             sys.stdout.flush()
-            # Bypasses sys.stdout, which a script may have redirected. Starts on a new line.
+            # Bypass sys.stdout, which the script may have redirected, and start on a new line.
             os.write(1, f"\n{INPUT_MARK}{json.dumps(rows)}\n".encode())
 
 
@@ -199,8 +197,8 @@ def noise_of(times: Sequence[float]) -> float:
     """Return half the width of the 95% confidence interval of the mean time per batch, relative to the mean.
 
     Args:
-        times: Times at the start and after each batch. The spread is measured over up to ten parts of
-            the run.
+        times: Times at the start and after each batch. They are divided into up to ten parts, whose spread
+            is measured.
     """
     edges = np.linspace(0, len(times) - 1, min(len(times), len(_T) + 2)).round().astype(int)
     each = np.diff(np.array(times)[edges]) / np.diff(edges)

@@ -1,1 +1,1 @@
-"""Tune a job while it trains: the settings that autotuning changes, and the search among them."""
+"""Tune a job while it trains: the settings that autotuning can change, and the search for their values."""

@@ -1,10 +1,10 @@
-"""Tune a job while it trains: try other values during its first steps and run the rest with the best ones.
+"""Tune a job while it trains: try different values in its first steps, then use the best ones.
 
 At the end of a step, each rank submits its measurements as a request that no thread waits for (``TUNE``).
-The request is executed with the next exchange of gradients. There, all ranks advance the same ``Search`` with
-the same bytes and change their engines at the same point of the agreed order. See Note [Tuning] in
-``core.process_sets.registry``. Values that are not the engine's (``tunables``) change at the end of the
-following step.
+The request is executed along with the next exchange of gradients. At that point in the agreed order, all
+ranks advance the same ``Search`` with the same bytes, and change their engines. See Note [Tuning] in
+``core.process_sets.registry``. Values outside the engine (``tunables``) change at the end of the following
+step.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ from ringdance.training.tuning.search import Dimension, Measured, Outcome, Searc
 _log = logging.getLogger("ringdance")
 
 Values = dict[str, float]
-_LIMIT = 150  # steps until the search ends, including warm-up; the comparison with the start follows
-_FEWEST = 6  # steps before anything changes: by then, the ranks know all requests of a step
+_LIMIT = 150  # maximum steps of warm-up and search; the comparison with the start values follows
+_FEWEST = 6  # steps before anything changes, in which the ranks see all requests of a step
 _COLUMNS = (
     "hierarchical_allreduce", "hierarchical_allgather", "torus_allreduce", "cache_enabled", "cycle_time_ms",
     "tensor_fusion_threshold", "score", "step", "chunk_bytes", "wire_bytes", "overlap", "intra_op_threads",
     "step_ms", "outcome",
 )  # fmt: skip
-_HALF = ("float16", "bfloat16")  # the order of addition can decide whether these overflow
+_HALF = ("float16", "bfloat16")  # whether sums of these overflow can depend on the order of addition
 
-_kept: list[dict[str, Any]] = []  # results of this process, which a restarted job reuses
+_kept: list[dict[str, Any]] = []  # results found in this process, which a restarted job reuses
 
 
 def tuner_of(engine: Engine) -> Autotuner | None:
@@ -65,13 +65,13 @@ def tuner_of(engine: Engine) -> Autotuner | None:
 
 
 class Autotuner:
-    """The tuner of one rank. All ranks have one and submit to it the same number of times.
+    """The tuner of one rank. Every rank has one, and all submit the same number of requests.
 
     Args:
         engine: This rank's engine.
 
     Attributes:
-        values: Values that the ranks agreed on last. Missing values are the job's own.
+        values: Values that the ranks last agreed on. Missing values are as in the job's settings.
         done: True once there will be no further changes.
     """
 
@@ -84,19 +84,19 @@ class Autotuner:
         self.done = False
         self._job: dict[str, Any] = {}
         self._file: Values = {}  # values from --tuned
-        self._own: dict[str, int] = {}  # this rank's original tunables, which the engine does not own
-        self._given: dict[str, int] = {}  # current values of these tunables, as far as the tuner knows
-        self._written = False  # True if the agreed values are a result to be reused
+        self._own: dict[str, int] = {}  # this rank's original values of tunables
+        self._given: dict[str, int] = {}  # values that the tuner set last, or original ones
+        self._written = False  # True if the agreed values are a result to reuse
         self._search: Search | None = None
         self._bytes: tuple[int, ...] = (0,)
         self._run: Generator[Trial, Measured, Outcome] | None = None
         settings = self.settings
         warm_up = max(_FEWEST, settings.autotune_warmup_samples * settings.autotune_steps_per_sample)
-        self._warm_up = warm_up + 2  # the first step's start is unknown; agreement takes one more
+        self._warm_up = warm_up + 2  # the start of the first step is unknown, and agreement takes one step
         self._trial = self._seen = Trial((), 0, warm_up)
         self._skip, self._said = 0, ""
-        self._work: Work | None = None  # submitted; if it completes without a new trial, join() withdrew it
-        self._done: list[tuple[int, int, int]] = []  # per measured step: ns, ns of waiting, bytes
+        self._work: Work | None = None  # if it completes without a new trial, join() has withdrawn it
+        self._done: list[tuple[int, int, int]] = []  # per measured step: duration and waiting in ns, bytes
         self._steps, self._last, self._began = 0, (0, 0, 0), monotonic()
         self._original = state.values()
         engine.sets.on_tune = self._on_tune
@@ -106,11 +106,11 @@ class Autotuner:
     def on_step(self) -> None:
         """Record the end of a step, and submit the measurements once the trial has enough steps."""
         words = self.engine.recorder.words
-        if words[Word.STEPS] == self._steps:  # this mark did not count a step
+        if words[Word.STEPS] == self._steps:  # this mark did not count as a step
             return
         first, self._steps = not self._steps, words[Word.STEPS]
         last, self._last = self._last, (monotonic_ns(), words[Word.WAITED], words[Word.BYTES])
-        again = self._work is not None and self._work.complete  # before ``_trial``, which its request sets
+        again = self._work is not None and self._work.complete  # read before ``_trial``, which it sets
         trial = self._trial  # read once: another thread may execute the request
         if trial is not self._seen or self.done:  # this step's exchange already used the new values
             self._seen, self._skip, self._done, self._work = trial, trial.skip, [], None
@@ -128,7 +128,7 @@ class Autotuner:
             self._submit(self._measured() if self._run else self._hello())
 
     def restore(self) -> None:
-        """Restore the tunables that are not the engine's, because this rank leaves the job."""
+        """Restore the original values of the tunables when this rank leaves the job."""
         self._give(self._own)
 
     def _give(self, values: Mapping[str, int]) -> None:
@@ -140,7 +140,7 @@ class Autotuner:
     def _submit(self, what: dict[str, Any]) -> None:
         payload = np.frombuffer(json.dumps(what).encode(), np.uint8)
         request = Request(Description(Collective.TUNE), (payload,), name=TUNE_NAME)
-        with contextlib.suppress(RingdanceError):  # the job is ending or has failed, reported elsewhere
+        with contextlib.suppress(RingdanceError):  # the end or failure of the job is reported elsewhere
             self._work = self.engine.submit(request, wake=False)
 
     def _measured(self) -> dict[str, Any]:
@@ -148,10 +148,10 @@ class Autotuner:
         return {"times": times, "waited": sum(waited) / max(1, sum(times))}
 
     def _hello(self) -> dict[str, Any]:
-        """Return this rank's known results and everything that decides what can be tuned here.
+        """Return this rank's known results, and everything that determines what can be tuned.
 
-        Whatever depends on settings is decided by rank 0 for all ranks, because not all settings are compared
-        at the start.
+        Rank 0 decides for all ranks whatever depends on settings, because ``init()`` does not compare all
+        settings.
         """
         now = {name: tunable.get() for name, tunable in tunables.items()}
         self._own = {name: value for name, value in now.items() if value is not None}
@@ -162,7 +162,7 @@ class Autotuner:
             "tunables": {name: [now[name], tunable.most()] for name, tunable in tunables.items()},
         }  # fmt: skip
         if self.engine.rank == 0:
-            # As in Horovod, a variable that the user has set fixes its value.
+            # As in Horovod, a setting is not tuned if the user has set its HOROVOD_ variable.
             fixed = [n for n in ("fusion_threshold", "cycle_time") if "HOROVOD_" in self.settings.origin(n)]
             dtypes = {d for entry in self._entries() for d in entry.description.dtypes}
             if not dtypes.isdisjoint(_HALF):
@@ -183,7 +183,7 @@ class Autotuner:
         return [entry for entry in entries if entry.description.kind is Collective.ALLREDUCE]
 
     def _gradients(self) -> dict[str, tuple[tuple[int, ...], str, int]]:
-        """Return the tensors averaged or summed so far: only known gradients, if there are any."""
+        """Return the tensors averaged or summed so far, or only known gradients if there are any."""
         tensors: dict[bool, dict[str, tuple[tuple[int, ...], str, int]]] = {True: {}, False: {}}
         for entry in self._entries():
             d = entry.description
@@ -306,7 +306,7 @@ class Autotuner:
     # -- the end -------------------------------------------------------------------------------
 
     def _finish(self) -> None:
-        """Write and print the outcome. The engine does not call the tuner again."""
+        """Write and print the outcome. After this, the engine no longer calls the tuner."""
         self.engine.on_step = None
         if self.engine.rank:
             return
@@ -321,7 +321,7 @@ class Autotuner:
                 _log.warning("ringdance: the autotune log %s cannot be written: %s", path, why)
 
     def leave(self) -> None:
-        """Write what is known so far, because the job ends."""
+        """Write what is known so far. Called when the job ends."""
         if self.engine.on_step is None:
             return
         if not self.done and self.settings.autotune:
@@ -360,7 +360,7 @@ class Autotuner:
 
 
 def _text(values: Mapping[str, float]) -> str:
-    """Return values in readable form: ``chunk_bytes=384K``."""
+    """Return values in readable form, such as ``chunk_bytes=384K``."""
     return ", ".join(f"{name}={_number(name, value)}" for name, value in values.items()) or "no change"
 
 

@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 from ringdance.training.tuning.search import Dimension
 
 _CYCLES = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0)
-_SKIPS = {"overlap": 4}  # Steps until the fast path for gradients is available again.
+_SKIPS = {"overlap": 4}  # Number of steps until gradients can take the fast path again.
 
 
 class Tunable(NamedTuple):
-    """A value of this process that can be tuned between two steps.
+    """A value in this process that can be changed between two steps.
 
     Attributes:
-        get: Returns the value, a number, or None if this process has no choice.
+        get: Returns the value (a number), or None if this process cannot change it.
         set: Changes the value from the next step on. Called on the thread that ends a step.
         most: Returns the largest value to try.
     """
@@ -36,16 +36,16 @@ def dimensions_of(
     answers: Sequence[Mapping[str, Any]], file: Mapping[str, float], largest: tuple[int, int, int],
     rooms: Mapping[str, int], small: int, hosts: bool,
 ) -> list[Dimension]:
-    """Return what can be tuned, most effective first. The result is the same on all ranks.
+    """Return what can be tuned, the most effective first. The result is the same on all ranks.
 
-    Each dimension starts with the job's current value, whether or not it is on the grid.
+    Each dimension starts with the job's current value, even if that is not one of the usual values.
 
     Args:
-        answers: Each rank's description of itself. Rank 0's settings apply to all.
+        answers: Each rank's answer (see ``Autotuner._hello``). Rank 0's settings apply to all ranks.
         file: Values that the job has read from a file.
-        largest: Maximum number of all-reduces and bytes per round, and maximum bytes per batch.
+        largest: Maximum number of all-reduces per round, of bytes per round, and of bytes per batch.
         rooms: Upper bounds, in bytes, for ``chunk_bytes`` and ``wire_bytes``.
-        small: Batches of up to this many bytes are not split.
+        small: Maximum size, in bytes, of batches that are not split.
         hosts: True if the stage within hosts can be skipped.
     """
     requests, in_round, in_batch = largest
@@ -80,7 +80,7 @@ def _powers(least: int, most: int) -> tuple[int, ...]:
 
 
 def _sizes(least: int, whole: int, start: float) -> tuple[int, ...]:
-    """Return the sizes to try. Sizes from ``whole`` up are equivalent, and ``start`` can represent them."""
+    """Return the sizes to try. Sizes from ``whole`` up are equivalent, so ``start`` can stand for them."""
     return tuple(size for size in _powers(least, whole) if size < whole or start < whole)
 
 

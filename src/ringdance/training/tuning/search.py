@@ -15,17 +15,17 @@ from typing import NamedTuple
 
 Point = tuple[int, ...]  # One index per dimension, into its values.
 
-_PROBE = 2  # Number of steps in the first look at a point.
+_PROBE = 2  # Number of steps to measure when a point is first tried.
 # Passes over the dimensions: the strides through the values, and the maximum number of turns per comparison.
 _PASSES = (((2,), 1), ((2, 1), 1), ((2, 1), 2))
-_RECENT = 12  # Only a point's most recent steps count, because the machine's speed drifts.
-_LEAST_NOISE = 0.01  # Minimum noise, as a share of a step's time. A few steps may show less by chance.
+_RECENT = 12  # Only this many recent steps of a point count, because the machine's speed drifts.
+_LEAST_NOISE = 0.01  # Minimum noise, as a share of the step time. A few steps may have less by chance.
 _WORTH = 0.02  # Smaller gains are ignored.
-_CLEAR = 0.25  # A gain this large does not need a second look.
-# Number of turns that decide if none disagrees, and if one disagrees. By chance, this happens in 1% of cases.
+_CLEAR = 0.25  # A gain of at least this size does not need to be confirmed.
+# Number of turns needed if all agree, and if one disagrees. Either happens by chance in 1% of cases.
 _PAIRS = 8, 11
 _TURN = 3  # Steps at the start point, and at the best point, in each turn of the final comparison.
-_EXPOSED = 0.03  # Exchanges are worth tuning if training waits for more than this share of a step.
+_EXPOSED = 0.03  # Exchanges are worth tuning if training waits for at least this share of a step.
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,9 @@ class Dimension:
 
     Attributes:
         name: Name of the setting.
-        values: The values to try, in ascending order if they have one. Step times are assumed to fall along
-            them, then rise.
-        start: Index of the value with which the job starts.
-        toward: Direction in which to look first, 1 or -1.
+        values: The values to try, in ascending order. Along them, step times are assumed to fall, then rise.
+        start: Index of the value that the job starts with.
+        toward: Direction to try first, 1 or -1.
         skip: Number of steps to ignore after a change.
         of_exchange: True if a gain cannot exceed the time that training waits for exchanges.
         usual: Index of the value that suits most jobs, or None if unknown.
@@ -61,7 +60,7 @@ class Trial(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """A trial's measurements: the duration of each step in seconds, and the share that training waited."""
+    """A trial's measurements: the duration of each step in seconds, and the share that was spent waiting."""
 
     times: Sequence[float]
     exposed: float
@@ -79,8 +78,8 @@ class Outcome:
     """Result of a search.
 
     Attributes:
-        point: Values to continue with.
-        gain: Share of a step's time saved compared with the start values. 0.0 if the values are the same.
+        point: Values with which to continue.
+        gain: Share of the step time saved compared with the start values. 0.0 if the values are the same.
         error: Half the width of the gain's confidence interval.
     """
 
@@ -90,10 +89,10 @@ class Outcome:
 
 
 class Judgment(NamedTuple):
-    """Result of comparing two settings by running them alternately.
+    """Result of a comparison in which two settings ran alternately.
 
     Attributes:
-        gained: True if the second is certainly faster, False if that is uncertain, None to take more turns.
+        gained: True if the second is certainly faster, False if not, None if more turns are needed.
         gain: Share of the first setting's time that the second saves (median over the turns).
         error: Half the width of the gain's confidence interval.
     """
@@ -114,7 +113,7 @@ def order(turn: int) -> tuple[int, int]:
 def judge(turns: Sequence[Sequence[float]]) -> Judgment:
     """Judge whether the second setting is faster, given the times of both settings in each turn.
 
-    This is a sign test. Other programs may take cores for seconds, and no distribution models that.
+    This is a sign test, because times follow no known distribution: other programs may use cores for seconds.
     """
     gains = sorted((first - second) / max(first, second) for first, second in turns)
     against = sum(gain <= 0 for gain in gains)
@@ -127,7 +126,7 @@ def judge(turns: Sequence[Sequence[float]]) -> Judgment:
 
 
 def compare(first: Sequence[float], second: Sequence[float]) -> Estimate:
-    """Estimate how much longer the second times are than the first, by medians because noise has peaks."""
+    """Estimate how much longer the second times are than the first. Uses medians, because noise has peaks."""
     before, after = median(first), median(second)
     spreads = [abs(time / before - 1) for time in first]
     if len(second) > 3:
@@ -138,17 +137,17 @@ def compare(first: Sequence[float], second: Sequence[float]) -> Estimate:
 
 @dataclass
 class Search:
-    """A search and its state. ``run`` performs it.
+    """A search and its state. ``run`` performs the search.
 
     Args:
-        dimensions: Dimensions in the order in which to try them.
-        steps: Number of steps to measure at a point each time, except in the first look.
+        dimensions: Dimensions, in the order in which to try them.
+        steps: Number of steps to measure each time, except when a point is first tried.
         limit: Maximum number of steps before the final comparison.
 
     Attributes:
         best: Best point so far.
         used: Number of steps used so far.
-        history: Point, times and verdict of each trial.
+        history: Point, step times and verdict of each trial.
     """
 
     dimensions: Sequence[Dimension]
@@ -167,8 +166,8 @@ class Search:
         """Yield trials, receive their measurements, and return the outcome."""
         start = self.best = self.start
         yield from self._measure(start, "start", 2 * self.steps)
-        # From a bad start, changing all values to the usual ones together gains more than noise can hide.
-        # Changing them one by one gains little.
+        # From a bad start, changing all values to the usual ones at the same time gains more than the noise.
+        # Changing one value at a time gains little.
         usual = tuple(dim.start if dim.usual is None else dim.usual for dim in self.dimensions)
         self._pairs = 3
         if usual != start and self.exposed >= _EXPOSED and (yield from self._try(usual)) == "better":
@@ -181,7 +180,7 @@ class Search:
                 self._pairs = pairs
                 moved |= yield from self._descend(number, strides)
             if not moved and (len(strides) > 1 or self.best == start):
-                break  # Values two steps away are not faster in either direction.
+                break  # Values at a distance of two are not faster in either direction.
         return (yield from self._verify())
 
     @property
@@ -190,7 +189,7 @@ class Search:
         return tuple(dim.start for dim in self.dimensions)
 
     def _spent(self) -> bool:
-        """Return True once too few steps are left for another change and sample."""
+        """Return True if too few steps are left for another change and measurement."""
         longest = self.steps + max((dim.skip for dim in self.dimensions), default=0)
         return self.limit - self.used < longest
 
@@ -205,7 +204,7 @@ class Search:
         self.history.append((point, measured.times, what))
 
     def skipped(self, last: Point, point: Point) -> int:
-        """Return how many steps to ignore after a change from one point to another."""
+        """Return the number of steps to ignore after a change from one point to another."""
         changed = [d.skip for d, a, b in zip(self.dimensions, last, point, strict=True) if a != b]
         return max(changed, default=0)
 
@@ -213,7 +212,7 @@ class Search:
         return self._times[point][-_RECENT:]
 
     def _descend(self, number: int, strides: Sequence[int]) -> Generator[Trial, Measured, bool]:
-        """Follow one dimension downhill with the given strides. Returns True if the best point moved."""
+        """Descend along one dimension with the given strides. Return True if the best point moved."""
         dim, moved, last = self.dimensions[number], False, len(self.dimensions[number].values) - 1
         for stride in strides if last > 1 else (1,):
             verdicts = []
@@ -230,19 +229,19 @@ class Search:
                     if verdicts[-1] != "better":
                         break
                     moved, self.best = True, candidate
-                if "better" in verdicts:  # The other direction is worse then.
+                if "better" in verdicts:  # Then the other direction is worse.
                     break
             seen = verdicts.count("same")
-            # At either end there is only one verdict, which may be chance if the stride is long.
+            # At either end, there is only one verdict, which may be due to chance if the stride is long.
             if not moved and seen == len(verdicts) and seen > (stride > 1):
                 self._flat.add(dim.name)
                 break
         return moved
 
     def _try(self, candidate: Point) -> Generator[Trial, Measured, str]:
-        """Compare a point and the best one alternately. Returns "better", "same", "worse" or "unclear"."""
+        """Compare a point with the best one, alternately. Return "better", "same", "worse" or "unclear"."""
         verdict = ""
-        self._times[candidate].clear()  # Times measured alongside another point say little.
+        self._times[candidate].clear()  # Earlier times were compared with a different point.
         turns = [(candidate, _PROBE), (candidate, self.steps), (self.best, self.steps)]
         for point, steps in turns + turns[1:] * (self._pairs - 1):
             yield from self._measure(point, "best" if point == self.best else "tried", steps)
@@ -259,7 +258,7 @@ class Search:
         return verdict
 
     def _verdict(self, candidate: Point) -> str:
-        """Return the verdict, or "" if uncertain. A single peak must not decide a short first look."""
+        """Return the verdict, or "" if uncertain. A single peak must not decide a short first trial."""
         times = self._recent(candidate)
         few = len(times) < self.steps
         difference, error = compare(self._recent(self.best), [min(times)] if few else times)

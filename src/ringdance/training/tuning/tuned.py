@@ -1,4 +1,4 @@
-"""Read and write the file for ``--tuned FILE``: a search's result and the job that it belongs to."""
+"""Read and write the file for ``--tuned FILE``: the result of a search, and the job that it belongs to."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ VALUES = {
     **dict.fromkeys(("fusion_threshold", "chunk_bytes", "wire_bytes"), (0, 1 << 40)), "cycle_time": (0, 1e6),
     "hierarchical": (0, 1), "overlap": (0, 1), "threads": (1, 1024),
 }  # fmt: skip
-"""Values that a result can have, with their minimum and maximum."""
+"""Values that a result can contain, with their minimum and maximum."""
 _OF_JOB = {
     "ranks": "ranks", "hosts": "hosts", "ranks_per_host": "ranks per host", "cores": "cores of the hosts",
     "gradients": "gradients", "bytes": "bytes of the gradients",
@@ -38,7 +38,7 @@ def hardware_of(hosts: Iterable[str], cores: Iterable[int]) -> dict[str, Any]:
 
 
 def model_of(gradients: Mapping[str, tuple[tuple[int, ...], str, int]]) -> dict[str, Any]:
-    """Describe the model that a result belongs to. ``gradients``: shape, data type and bytes by name."""
+    """Describe the model that a result belongs to. ``gradients``: shape, dtype and size in bytes, by name."""
     text = json.dumps(sorted((name, *rest[:2]) for name, rest in gradients.items()))
     return {
         "gradients": len(gradients), "bytes": sum(nbytes for _, _, nbytes in gradients.values()),
@@ -58,7 +58,7 @@ def read(path: str) -> dict[str, Any]:
     """Read a result file.
 
     Raises:
-        ValueError: The file cannot be read or is not a result file. The message has the reason.
+        ValueError: The file cannot be read or is not a result file. The message gives the reason.
     """
     try:
         content = json.loads(read_regular(Path(path)))
@@ -79,7 +79,7 @@ def read(path: str) -> dict[str, Any]:
 
 
 def differences(job: Mapping[str, Any], here: Mapping[str, Any]) -> str:
-    """Describe how a result's job differs from the running one. Returns "" if they are the same."""
+    """Describe how the job of a result differs from the running job. Empty if they are the same."""
     reasons = [
         f"{words}: {_text(job.get(name))} in the file, {_text(here[name])} here"
         for name, words in _OF_JOB.items() if job.get(name) != here[name]
