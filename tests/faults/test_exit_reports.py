@@ -130,7 +130,7 @@ READERS = {
 
 @pytest.mark.parametrize("reader", sampled("readers in JAX", list(READERS), 1, always=["unread"]))
 def test_an_exchange_failed_in_a_program_of_jax(tmp_path: Path, reader: str) -> None:
-    """The job fails even if no user reads the result or Keras drops the error, unless the script gets it."""
+    """The job fails even if the result is never read or Keras drops the error, unless the script gets it."""
     ending, code = READERS[reader]
     needed("jax", "keras")
     path = script(
