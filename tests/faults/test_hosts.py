@@ -282,7 +282,7 @@ def copied_package(directory: Path, version: str) -> Path:
     ("does", "words"),
     [
         ('echo "Permission denied (publickey)." >&2; exit 255', "ssh-copy-id other1"),
-        ("exec /bin/sh -c '/no/such/python3 -I'", "there is no /"),
+        ("exec /bin/sh -c '/no/such/python3 -I'", "does not exist on that host"),
         (
             """exec /bin/sh -c "$(printf %s "$3" | sed 's,[^ ]*src/ringdance,/nowhere,')" """,
             "has no ringdance in",

@@ -104,7 +104,7 @@ def told(_):
         return hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), str(error)
 
 def say(*words):
-    sys.stdout.write(" ".join(map(str, words)) + "\n")  # in one piece: two processes share the pipe
+    sys.stdout.write(" ".join(map(str, words)) + chr(10))  # in one piece: two processes share the pipe
     sys.stdout.flush()
 
 if __name__ == "__main__":
