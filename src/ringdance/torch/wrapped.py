@@ -223,7 +223,7 @@ def names_of(
     wrong = [pair for pair in pairs if not _is_pair(pair)]
     if wrong:
         raise ArgumentError(
-            "named_parameters must be (name, parameter) pairs, as from model.named_parameters(), but got "
+            "named_parameters must contain (name, parameter) pairs, like model.named_parameters(), but got "
             f"{type(wrong[0]).__name__}."
         )
     names = [name for name, _ in pairs]

@@ -44,7 +44,7 @@ BROKEN = {
     "a polygon is not three": annotation(27, segmentation=[[2, 3, 12, 3]]),
     "a polygon is not three or more pairs": annotation(28, segmentation=[[2, 3, 12, 3, 12, 11, 4]]),
     "run lengths do not add up to 768 pixels": annotation(30, segmentation=runs(100, 68)),
-    "run lengths are": annotation(31, segmentation=runs("T3T2hb")),
+    "run lengths do not add up": annotation(31, segmentation=runs("T3T2hb")),
     "neither polygons nor run lengths of": annotation(32, segmentation=runs(768, size=(32, 24))),
     "neither": annotation(33, segmentation="T3"),
     "id is not a whole": {"image_id": 1},

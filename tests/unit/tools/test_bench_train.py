@@ -148,7 +148,7 @@ def test_numbers_of_ranks() -> None:
         ("--model inception_v3", "Use --framework keras, which has it"),
         ("--model inception_v3 --framework keras --image 64", "needs at least 75 pixels"),
         ("--model mlp --output figures.csv", "ends with .json"),
-        ("--model mlp --output nowhere/figures.json", "a directory that exists"),
+        ("--model mlp --output nowhere/figures.json", "in an existing directory"),
         ("--model mlp --np 1;2", "positive integers, such as 1,2,4"),
         ("--model mlp --steps 0", "0: must be at least 1"),
         ("--model mlp --np 4 -H localhost:2", "4"),

@@ -49,7 +49,7 @@ def test_kinds_of_parameters(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "must have lines"),
+        ("", "must be a mapping"),
         ("parameters: {}", "the space is empty"),
         ("trials: 3", "the space is empty"),
         ("parameters: {lr: {low: 2, high: 1}}", "lr: .*low=2, high=1"),
@@ -67,7 +67,7 @@ def test_kinds_of_parameters(tmp_path: Path) -> None:
         ("parameters: {lr: [0, 0.1, false]}", "lr: Optuna considers 0 and false equal"),
         ("[" * 100_000, "recursion"),
         ("parameters: {lr: []}", "lr: "),
-        ("parameters: {lr: 3}", "lr must have lines"),
+        ("parameters: {lr: 3}", "lr must be a mapping"),
         ("parameters: {trial: [1]}", "'trial' is not a valid name"),
         ("parameters: {lr: [1]}\ntrails: 3", "unknown key 'trails'. Known: parameters, objective, trials"),
         ("parameters: {lr: [1]}\ntrials: '12'", "trials must be a whole number, 1 or more. Received: '12'"),

@@ -109,7 +109,7 @@ def parse_space(found: Any) -> Space:
 def _checked(name: str, found: Any, known: Sequence[str] = ()) -> dict[str, Any]:
     """Check the values of a mapping in the file, and its keys if ``known`` is given. Returns the mapping."""
     if not isinstance(found, Mapping):
-        raise ValueError(f"{name} must have lines `key: value`. Received: {found!r}")
+        raise ValueError(f"{name} must be a mapping, with lines `key: value`. Received: {found!r}")
     for key, value in found.items() if known else ():
         if key not in known:
             raise ValueError(f"{name}: unknown key {key!r}. Known: {', '.join(known)}")
