@@ -116,7 +116,7 @@ def test_arguments_that_do_not_go_on_one_rank(way: str, wrong: list[int]) -> Non
         with pytest.raises(ArgumentError):
             hvd.add_process_set(wrong)
     else:
-        with pytest.raises(MismatchError, match=f"the call on rank {SIZE - 1} .*: (A|The ranks of a) process set"):
+        with pytest.raises(MismatchError, match=f"the call on rank {SIZE - 1} .* process set"):
             hvd.add_process_set([0])
     with sets_of([1]) as (made,):
         assert made.process_set_id == 1

@@ -47,7 +47,7 @@ BROKEN = {
     "run lengths do not add up": annotation(31, segmentation=runs("T3T2hb")),
     "neither polygons nor run lengths of": annotation(32, segmentation=runs(768, size=(32, 24))),
     "neither": annotation(33, segmentation="T3"),
-    "id is not a whole": {"image_id": 1},
+    "id is not a non-negative integer": {"image_id": 1},
     "unknown image_id [1]": annotation(35, image_id=[1]),
     "not four numbers: [1": annotation(36, bbox=[10**400, 1, 1, 1]),
     "far outside": annotation(37, segmentation=[[1e9, 3, 12, 3, 12, 11]]),

@@ -156,7 +156,7 @@ class Transport(abc.ABC):
 
     def subset(self, members: Sequence[int], window_bytes: int) -> Transport:
         """Make a communicator of these ranks, which must all call this. Blocks. See ``split``."""
-        raise NotImplementedError(f"{type(self).__name__} does not support subset(). Use split(), which all ranks must call.")
+        raise NotImplementedError(f"{type(self).__name__} does not support subset(). Use split().")
 
     def send(self, buffer: Array, rank: int, tag: int) -> Transfer:
         """Send a uint8 ``buffer`` to one member, which must receive it with the same tag."""
