@@ -28,7 +28,7 @@ _PATHS |= {"CSVLogger": "filename", "TensorBoard": "log_dir"}
 
 
 def _written() -> dict[str, str]:
-    """Return each path to which a callback of the current ``fit`` writes on this rank, and the callback's name."""
+    """Return the paths that callbacks of the current ``fit`` write to on this rank, with callback names."""
     callers = [frame.f_locals.get("self") for frame, _ in traceback.walk_stack(None)]
     lists = [caller.callbacks for caller in callers if isinstance(caller, keras.callbacks.CallbackList)]
     return {

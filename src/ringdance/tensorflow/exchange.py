@@ -200,8 +200,8 @@ def perform_all(calls: Sequence[tuple[Call, Sequence[Tensor]]]) -> list[list[Ten
     """Run several reductions concurrently, and return their results.
 
     In a ``tf.function``, each reduction is submitted when its tensors are ready, and one operation waits for
-    all reductions. In a session, the other reductions start after the first has completed. If a rank has refused
-    the first, it fails on all ranks, and no other call waits for that rank.
+    all reductions. In a session, the other reductions start after the first has completed. If a rank has
+    refused the first, it fails on all ranks, and no other call waits for that rank.
     """
     if len(calls) == 1 or in_session() or not _private.RECORDS:
         first = perform(*calls[0])
@@ -253,7 +253,7 @@ def _start(call: Call, tensors: Sequence[Tensor], others: list[Call]) -> tuple[l
 
 
 def number(what: str, about: int | str = 0, name: str | None = None) -> Tensor:
-    """Return a number from ``kernels.NUMBERS`` as an int32 scalar, which a graph determines at run time."""
+    """Return a number from ``kernels.NUMBERS`` as an int32 scalar. A graph determines it at run time."""
     if tf.executing_eagerly():
         with as_tensorflow():
             return tf.constant(kernels.NUMBERS[what](str(about)), tf.int32)

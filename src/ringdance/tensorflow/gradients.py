@@ -2,9 +2,9 @@
 
 Dense gradients are divided into buckets by size, starting with the last variable, because the backward pass
 computes gradients in reverse order. The rows of all IndexedSlices are exchanged together afterwards. In a
-graph, each bucket is submitted as soon as its gradients are computed, and one operation waits for all buckets.
-The buckets depend only on the variables, so they are the same on all ranks. Each rank decides on its own whether
-a bucket is exchanged while other gradients are being computed (``overlap``).
+graph, each bucket is submitted as soon as its gradients are computed, and one operation waits for all
+buckets. The buckets depend only on the variables, so they are the same on all ranks. Each rank decides on its
+own whether a bucket is exchanged while other gradients are being computed (``overlap``).
 """
 
 from __future__ import annotations

@@ -90,7 +90,8 @@ def allreduce(
         average: Deprecated: use ``op``. True means Average, False means Sum.
         device_dense: Device on which a dense tensor enters the exchange.
         device_sparse: Device on which IndexedSlices enter the exchange.
-        compression: ``Compression.none``, ``.fp16``, ``.bf16`` or an object with such methods.
+        compression: ``Compression.none``, ``.fp16``, ``.bf16`` or an object with the methods
+            ``compress`` and ``decompress``.
         op: Average (default), Sum, Adasum, Min, Max or Product.
         prescale_factor: Factor applied to each rank's input.
         postscale_factor: Factor applied to the result.

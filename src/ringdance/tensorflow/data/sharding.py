@@ -109,7 +109,7 @@ def _shard(
 
 
 def check_order(data: Any, size: int) -> None:
-    """Raise ArgumentError if an earlier transformation shuffles without a seed, so that ranks differ."""
+    """Raise ArgumentError if the data set was shuffled without a seed, so that the ranks' orders differ."""
     if size > 1 and hasattr(data, "_seed") and tf.get_static_value(data._seed + data._seed2) == 0:
         raise ArgumentError(
             "shard(): the data set was shuffled without a seed, so the ranks' orders differ and samples "

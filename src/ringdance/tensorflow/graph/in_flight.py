@@ -98,7 +98,7 @@ def on_freed(number: int) -> None:
 
 
 def release(one: InFlight) -> None:
-    """Release a call's memory now if the call is complete, otherwise once it is."""
+    """Release a call's memory if the call is complete. Otherwise, a later call releases it."""
     if one.work.done():
         _drop_all(one)
         return
