@@ -65,7 +65,7 @@ _READ_AHEAD = 4  # batches between the start of reading a piece and decoding its
 
 
 def piece_of(dataset: Any, read_bytes: int | None) -> int:
-    """Return the number of samples per read, or 0 to read each sample separately, the same on all ranks."""
+    """Return the number of samples per read (equal on all ranks), or 0 to read each sample separately."""
     if not hasattr(dataset, "will_need") or not len(dataset):
         return 0
     size = max(1, sum(file.size for file in dataset.files))

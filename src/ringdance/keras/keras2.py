@@ -1,10 +1,10 @@
 """Reduce the gradients of Keras 2 (``tf_keras``) optimizers.
 
 New optimizers (``optimizers.Optimizer``) and legacy optimizers (``optimizers.legacy.Optimizer``) have two
-methods that can be overridden, with or without a leading underscore: ``compute_gradients``, which ``fit()``
-and ``minimize()`` call, and ``aggregate_gradients``, which ``apply_gradients`` calls, and a
-``LossScaleOptimizer`` before it checks for infinities. Gradients that ``compute_gradients`` has reduced are
-not reduced again.
+methods that can be overridden, with or without a leading underscore: ``compute_gradients`` and
+``aggregate_gradients``. ``fit()`` and ``minimize()`` call the first. ``apply_gradients`` calls the second,
+and so does a ``LossScaleOptimizer`` before it checks for infinities. Gradients that the first method has
+reduced are not reduced again by the second.
 """
 
 from __future__ import annotations

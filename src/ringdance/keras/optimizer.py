@@ -39,8 +39,8 @@ def DistributedOptimizer(
     """Make an optimizer reduce its gradients over the ranks, and return it.
 
     The optimizer stays the same object. Its class becomes a subclass with the same name, which Keras saves
-    and loads like the plain class. All ranks must call this function. Ranks with several optimizers
-    must use them in the same order.
+    and loads like the plain class. All ranks must call this function. Ranks with several optimizers must
+    use them in the same order.
 
     Args:
         optimizer: Any optimizer of the Keras version in use, including a ``LossScaleOptimizer`` and the

@@ -1,4 +1,4 @@
-"""Reduce the gradients of Keras 2 or Keras 3 optimizers through the binding for the backend."""
+"""Reduce the gradients of Keras 2 or Keras 3 optimizers through the binding for the Keras backend."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ class Distributed:
         object.__setattr__(self, "_local_variables", (*self._local_variables, var))
 
     def save_assets(self, directory: str) -> None:
-        """Write the options to the ``.keras`` file, because Keras does not. Keras alone can load the file."""
+        """Add the options to the ``.keras`` file, which can still be loaded without Ringdance."""
         base: Any = super()
         if hasattr(base, "save_assets"):  # A user-defined optimizer may have this method.
             base.save_assets(directory)

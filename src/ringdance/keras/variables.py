@@ -22,7 +22,7 @@ def _members(value: Any) -> Iterable[Any]:
 
 
 def is_complete(model: Any, optimizer: Any) -> bool:
-    """Create an optimizer's variables, if any. Returns True if the first step creates no other variables."""
+    """Create the variables of ``optimizer``, if given. Returns True if the first step creates no others."""
     layers = [layer for layer in _private.layers_in(model) if not isinstance(layer, keras.metrics.Metric)]
     if not (model.built and all(layer.built for layer in layers)):
         return False  # An optimizer does not accept variables that are created later.

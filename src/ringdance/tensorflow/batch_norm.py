@@ -40,7 +40,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[m
     def _moments(self, inputs: Any, *args: Any, **options: Any) -> Any:
         """Return each channel's mean and variance over all ranks. Keras calls this method during training."""
         mean, variance = super()._moments(inputs, *args, **options)
-        mask = options["mask"] if "mask" in options else args[-1]  # Keras 2 uses a keyword.
+        mask = options["mask"] if "mask" in options else args[-1]  # Keras 2 passes it by keyword.
         if session.engine().size == 1:
             return mean, variance
         if mask is None:

@@ -1,8 +1,8 @@
 """Raise Ringdance's errors so that they are also TensorFlow errors.
 
-The class of an error in an eager call derives from both, so ``except tf.errors.FailedPreconditionError`` and
-``except hvd.HorovodInternalError`` both catch it. In a graph, TensorFlow raises its own error class with the
-same error code and message.
+In an eager call, the class of an error derives from a Ringdance class and a TensorFlow class, so both
+``except tf.errors.FailedPreconditionError`` and ``except hvd.HorovodInternalError`` catch it. In a graph,
+TensorFlow raises its own error class with the same error code and message.
 """
 
 from __future__ import annotations

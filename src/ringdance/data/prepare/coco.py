@@ -114,7 +114,7 @@ def check(table: Fields, directory: Path) -> Problems:
 
 
 def _unique(problems: Problems, table: Fields, part: str) -> Iterator[Fields]:
-    """Yield the entries that have a valid number of their own. Record the others as problems."""
+    """Yield the entries whose id is valid and unique. Record the others as problems."""
     seen, what = set[int](), _ONE[part]
     for place, entry in enumerate(table[part]):
         number = entry.get("id") if isinstance(entry, dict) else None

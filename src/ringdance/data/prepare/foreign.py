@@ -45,8 +45,8 @@ class _Scanned:
     Attributes:
         path: Path of the file.
         rows: File number (0), length and offset of the image, label as in the file.
-        synsets: Class directory of each label, if the file contains these names.
-        from_one: True if labels start from 1, as in TensorFlow's scripts, which reserve 0.
+        synsets: Directory name of each label's class, if the file contains it.
+        from_one: True if all labels are stored as in TensorFlow's scripts, which reserve 0.
         left_out: Name of each sample that is not in the rows, and the reason.
     """
 

@@ -2,9 +2,9 @@
 
 For the split ``train``, ``DST/.prepare`` contains the locations and names of the images (``train.places.npy``
 and ``train.names``), and ``train.json`` with the options, the source, and where each file's images begin in
-these lists. For each finished file, it contains ``NAME.rows.npy``, and ``NAME.json`` with the checksum of
-``NAME.rows.npy``, which is written last. When all files are finished, only ``train.json`` stays: it tells a
-later run what was done.
+these lists. For each finished file, it contains ``NAME.rows.npy``, and ``NAME.json``, which is written last
+and contains the checksum of ``NAME.rows.npy``. When all files are finished, only ``train.json`` stays: it
+tells a later run what was done.
 """
 
 from __future__ import annotations

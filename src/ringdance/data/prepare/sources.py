@@ -87,7 +87,7 @@ def find(source: Path, splits: Sequence[str] = (), labels: Path | None = None) -
 
     Args:
         source: Directory with class directories, ``train`` and ``val``, Kaggle's files, or the official tars.
-        splits: Splits to find. Defaults to all that exist. Plain class directories are used as the first.
+        splits: Splits to find. Defaults to all that exist. Plain class directories are the first split.
         labels: File with the labels of validation images that are not in class directories.
 
     Raises:

@@ -76,8 +76,8 @@ class Table(Files):
         Args:
             path: A directory with ``train.json``, or a file without an index, which is scanned once.
             split: Name of the split whose index to read.
-            table_size: Number of rows in the embedding table. Required for a file without an index. An
-                index already contains it.
+            table_size: Number of rows in the embedding table. Required only for a file without an
+                index.
             format: Format of a file without an index. Defaults to a guess from its name or content.
 
         Raises:

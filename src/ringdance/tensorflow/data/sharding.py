@@ -49,10 +49,10 @@ def shard(
 
 
 # Note [Shuffled shares]
-# tf.data counts the iterators of a data set and draws a different order for each. If the order in
-# which elements are divided depended on this count, a rank that had looked at its first batch or called
-# adapt() would use the order of a different epoch, and samples would be silently missed. Therefore, the
-# elements are divided in an order that never changes, and each rank shuffles its own share in each iteration.
+# tf.data counts the iterators of a data set and draws a different order for each. If the order in which
+# elements are divided depended on this count, a rank that had looked at its first batch or called adapt()
+# would use the order of a different epoch, and samples would be silently missed. Therefore, the elements are
+# divided in an order that never changes, and each rank shuffles its own share in each iteration.
 
 
 def shuffled_rows(plan: Shard, seed: int) -> Dataset:
