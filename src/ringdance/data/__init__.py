@@ -1,4 +1,4 @@
-"""Prepare and read image data sets and click-log tables. Imports no framework."""
+"""Prepare and read image data sets and click-log tables. Does not import a framework."""
 
 from ringdance.data.dataset import Dataset
 from ringdance.data.loader import Batch, Loader, Synthetic, SyntheticLoader

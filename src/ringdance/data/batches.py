@@ -13,7 +13,7 @@ from typing import Any
 from ringdance.data.order import BatchPlan
 from ringdance.errors import ArgumentError
 
-_READS = 4  # reading threads; this many concurrent reads keep a network file system busy
+_READS = 4  # reader threads; this many concurrent reads keep a network file system busy
 Wait = Callable[[], list[Any]]
 """Waits until threads have prepared the batches of a part, and returns these batches."""
 
@@ -48,7 +48,7 @@ class Epoch:
                 self.planned = True
 
     def next(self) -> list[Any]:
-        """Wait for the next batches and submit further work. Returns [] at the end, or if stopped."""
+        """Wait for the next batches, and submit more work. Returns [] at the end, or if ``stop`` is set."""
         if self.process != os.getpid():
             raise ArgumentError("A forked process cannot continue this iteration. Start a new one there.")
         if self.begun:
@@ -121,7 +121,7 @@ class Batches:
         return len(self.plan)
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the remaining batches of the epoch. The threads also stop if the loop is left early."""
+        """Yield the remaining batches of the epoch. If the loop is left early, the threads also stop."""
         return map(self.convert, self.batches())
 
     def parts(self, epoch: Epoch) -> Iterator[Any]:
@@ -129,7 +129,7 @@ class Batches:
         return epoch.plan.batches()
 
     def prepare(self, epoch: Epoch, part: Any) -> Wait:
-        """Submit a part.
+        """Submit a part of the epoch to the threads.
 
         Returns:
             A function that waits for the part's batches. It returns [] if ``epoch`` was stopped.

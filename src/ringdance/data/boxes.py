@@ -1,4 +1,4 @@
-"""Choose the part of an image to use: a random one for training, the center for evaluation.
+"""Choose the part of an image to use: a random part for training, the center for evaluation.
 
 The choices match torchvision's ``RandomResizedCrop``, and ``Resize(256)`` followed by ``CenterCrop(224)``.
 """
@@ -19,7 +19,7 @@ _ATTEMPTS = 10
 
 
 def random_box(width: int, height: int, draw: Draws) -> Box:
-    """Choose 8% to 100% of an image's area, with an aspect ratio from 3/4 to 4/3."""
+    """Choose a random box with 8% to 100% of an image's area and an aspect ratio from 3/4 to 4/3."""
     for _ in range(_ATTEMPTS):
         area = width * height * draw(*SCALE)
         ratio = math.exp(draw(math.log(RATIO[0]), math.log(RATIO[1])))

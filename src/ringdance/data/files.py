@@ -21,7 +21,7 @@ from ringdance.host.files import whole_file
 
 @cache
 def needed(module: str) -> ModuleType:
-    """Import a module from an optional package.
+    """Import and return a module from an optional package.
 
     Raises:
         ArgumentError: The package is not installed.

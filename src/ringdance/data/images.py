@@ -44,7 +44,7 @@ def decode_into(out: Pixels, data: bytes, draw: Draws | None = None) -> None:
         out: Shape (size, size, 3), contiguous.
         data: JPEG, or any format that Pillow reads (see ``as_rgb``). EXIF rotation is not applied here:
             ``ringdance data prepare`` has already applied it.
-        draw: Random numbers that decide which part to take and whether to flip it. If None, take the center.
+        draw: Random numbers that decide which part to use and whether to flip it. If None, use the center.
 
     Raises:
         ArgumentError: The image is broken.
@@ -60,7 +60,7 @@ def decode(data: bytes) -> Pixels:
     """Decode a whole JPEG, or any format that Pillow reads, to shape (height, width, 3).
 
     Raises:
-        ValueError, OSError: The image is broken. Pillow's decoders can raise other errors too.
+        ValueError, OSError: The image is broken. Pillow's decoders can also raise other errors.
     """
     try:
         pixels: Pixels = simplejpeg.decode_jpeg(data)
@@ -90,7 +90,7 @@ def _part(data: bytes, size: int, draw: Draws | None) -> tuple[Pixels, bool]:
 
 
 def _jpeg(data: bytes, width: int, height: int, box: Box, size: int) -> Pixels:
-    """Decode a JPEG, at half its size or less if the part then still has enough pixels."""
+    """Decode a JPEG, at half its size or less if ``box`` then still contains enough pixels."""
     shrink = min(box[2] - box[0], box[3] - box[1]) / size
     least = (math.ceil(height / shrink), math.ceil(width / shrink)) if shrink >= 2 else (0, 0)
     try:

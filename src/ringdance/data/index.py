@@ -69,7 +69,7 @@ def read_json(path: Path, kind: str = "") -> dict[str, Any]:
 
 
 def is_index(path: Path) -> bool:
-    """Return True if a JSON file is the index of a split, even a damaged index."""
+    """Return True if a JSON file is the index of a split, even if it is damaged."""
     try:
         about = json.loads(path.read_bytes())
         return path.with_suffix(".npy").exists() or {"format", "files"} <= about.keys()
@@ -83,7 +83,7 @@ def read_array(path: Path, about: dict[str, Any]) -> np.ndarray[Any, Any]:
     """Map an index's ``.npy`` file into memory, after checking that it belongs to the JSON file.
 
     Raises:
-        ArgumentError: The file is damaged, or belongs to another JSON file.
+        ArgumentError: The file is missing or damaged, or belongs to another JSON file.
     """
     try:
         if (crc := file_crc32(path)) != about[_NPY_CHECKSUM]:

@@ -65,7 +65,7 @@ _READ_AHEAD = 4  # batches between the start of reading a piece and decoding its
 
 
 def piece_of(dataset: Any, read_bytes: int | None) -> int:
-    """Return the number of samples per read, or 0 to read each separately. It must be equal on all ranks."""
+    """Return the number of samples per read (equal on all ranks), or 0 to read each sample separately."""
     if not hasattr(dataset, "will_need") or not len(dataset):
         return 0
     size = max(1, sum(file.size for file in dataset.files))
@@ -114,7 +114,7 @@ class Loader(ImageBatches):
             data sets larger than 16 GiB, which may not fit in memory, and to 0 for smaller ones.
 
     Attributes:
-        piece: Number of samples that are read together. 0 if each is read separately.
+        piece: Number of samples that are read together, or 0 if each sample is read separately.
         memory: Function that allocates the array for a batch's images, given its shape.
 
     The batches do not depend on the number of threads or their speed: a sample's augmentation is drawn from

@@ -19,7 +19,7 @@ _SHARE, _MOST = 4, 4096  # each split may use a quarter of the limit, but at mos
 class OpenFiles(Generic[T]):
     """Keeps the most recently used files open. Thread-safe.
 
-    If a file is dropped from the cache while threads are using it, it stays open until the last of them is
+    If a file is dropped from the cache while threads are using it, it stays open until the last thread is
     done.
 
     Args:

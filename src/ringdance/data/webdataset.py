@@ -30,7 +30,7 @@ def end(shard: ShardWriter) -> None:
 
 
 def _member(shard: ShardWriter, name: str, data: bytes) -> int:
-    header = tarfile.TarInfo(name)  # without time and owner, so that equal samples give equal files
+    header = tarfile.TarInfo(name)  # without time and owner, so that equal samples yield identical files
     header.size, header.mode = len(data), 0o644
     shard.write(header.tobuf(tarfile.PAX_FORMAT, "utf-8", "surrogateescape"))
     offset = shard.size

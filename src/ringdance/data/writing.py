@@ -69,7 +69,7 @@ def write(
         split: Name of the split, such as "train".
         format: "tfrecord" or "webdataset".
         shards: Number of files.
-        classes: Class names, in the order of the labels. Default to the labels themselves.
+        classes: Class names, in the order of the labels. Defaults to the labels.
 
     Raises:
         ArgumentError: An image is not a JPEG, or a package is missing.

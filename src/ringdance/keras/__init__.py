@@ -10,7 +10,7 @@
     ]
     if hvd.rank() == 0:
         callbacks.append(keras.callbacks.ModelCheckpoint("model.keras"))
-    x, y = hvd.shard(len(x), ends="pad").take(x, y)  # This rank's share, equally long on all ranks.
+    x, y = hvd.shard(len(x), ends="pad").take(x, y)  # This rank's share, of equal length on all ranks.
     model.fit(x, y, callbacks=callbacks, verbose=int(hvd.rank() == 0))
 """
 

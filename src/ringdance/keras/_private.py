@@ -1,7 +1,7 @@
 """All private names of Keras that the binding uses or overrides, with the reason and the fallback for each.
 
-These names exist in Keras 3.6 to 3.15 and in Keras 2 (tf_keras) 2.16 to 2.21, which no longer changes. They
-are looked up when they are needed. The tests also cover the case that a name is missing.
+These names exist in Keras 3.6 to 3.15 and in Keras 2 (tf_keras) 2.16 to 2.21. They are looked up when they
+are needed. The tests also cover the case where a name is missing.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ def accumulators(optimizer: Any) -> list[Any]:
     """Return the variables in which an optimizer accumulates gradients.
 
     Optimizer._accumulated_gradients: if the name is missing, infinities remain in these variables on torch,
-    because Keras resets them there by multiplication with zero.
+    because Keras resets them there by multiplying them by zero.
     """
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     return [variable for variable in getattr(inner, "_accumulated_gradients", ()) if variable is not None]
 
 
 def trainable_variables(optimizer: Any, otherwise: list[Any] | None = None) -> list[Any]:
-    """Return the variables that an optimizer was built for, in the order of its gradients.
+    """Return the variables that an optimizer was built for, in the order in which it expects gradients.
 
     Returns ``otherwise`` if there are none. Optimizer._trainable_variables: the variables that ``apply()``
     uses if none are passed. If the name is missing, an error asks for them.

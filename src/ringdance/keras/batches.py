@@ -43,7 +43,7 @@ class _Epochs(keras.callbacks.Callback):  # type: ignore[misc]
 
 
 class _Measurement(keras.callbacks.Callback):  # type: ignore[misc]
-    """Measures for ``ringdance bench input``. Steps end in the main thread, even if a thread reads data."""
+    """Counts steps for ``ringdance bench input``, in the main thread even if another thread reads data."""
 
     steps = 1 << 30  # Length of the single epoch.
 
@@ -90,7 +90,7 @@ class BatchSequence(_Sequence):  # type: ignore[misc]
         self._next = 0
 
     def set_epoch(self, epoch: int, position: int = 0) -> None:
-        """Set the epoch, and the number of its samples to skip. Call this before ``fit``."""
+        """Set the epoch, and the number of samples to skip at its start. Call this before ``fit``."""
         self.loader.set_epoch(epoch, position)
 
     def position_after(self, batches: int) -> int:
@@ -143,7 +143,7 @@ class _Ahead:
 
 
 def _measuring(fit: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an extended version of Keras's ``fit``, which reads a watched loader as a generator."""
+    """Return an extended version of Keras's ``fit`` that reads a watched loader as a generator."""
 
     @functools.wraps(fit)
     def measured(*args: Any, **options: Any) -> Any:

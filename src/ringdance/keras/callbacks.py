@@ -28,7 +28,7 @@ _PATHS |= {"CSVLogger": "filename", "TensorBoard": "log_dir"}
 
 
 def _written() -> dict[str, str]:
-    """Return the paths to which callbacks of the current ``fit`` write on this rank, with callback names."""
+    """Return the paths that callbacks of the current ``fit`` write to on this rank, with callback names."""
     callers = [frame.f_locals.get("self") for frame, _ in traceback.walk_stack(None)]
     lists = [caller.callbacks for caller in callers if isinstance(caller, keras.callbacks.CallbackList)]
     return {
@@ -65,9 +65,9 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
     """Broadcasts the root's model and optimizers when training starts or resumes from a checkpoint.
 
     The broadcast happens before the first step. It is repeated after that step if a layer or an optimizer on
-    some rank had no variables before. This is possible for layers that a subclassed model has not called
-    yet, and for optimizers that a model has as attributes. Put this callback first in the list. It warns if
-    callbacks on several ranks of a host write to the same path.
+    some rank had no variables until then. This is possible for layers that a subclassed model has not called
+    yet, and for optimizers that a model has as attributes. Put this callback first in the list. It also warns
+    if callbacks on several ranks of a host write to the same path.
 
     Args:
         root_rank: Global rank of the root.

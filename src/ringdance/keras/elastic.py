@@ -48,7 +48,7 @@ class KerasState(VariablesState):
         model: A model whose weights have been created.
         optimizer: An optimizer. The default is the optimizer with which the model was compiled. Optimizers
             that the model has as attributes are always included.
-        kwargs: Further attributes. See ``ObjectState``.
+        kwargs: Additional attributes. See ``ObjectState``.
 
     Raises:
         ArgumentError: The model has no weights yet.
@@ -80,7 +80,7 @@ class KerasState(VariablesState):
             )
         for variable, array in zip(self._saved, values, strict=True):
             variable.assign(array)
-        # New variables belong to an optimizer that had not been built, such as momentum. They start at zero.
+        # New variables, such as momentum, belong to an optimizer that had not been built. They start at zero.
         for variable in new_variables:
             variable.assign(np.zeros_like(read(variable)))
         self._drop_gradients()
@@ -99,7 +99,7 @@ class KerasState(VariablesState):
 
 
 class _StateCallback(keras.callbacks.Callback):  # type: ignore[misc]
-    """Base class of callbacks that have a state."""
+    """Base class of callbacks that hold a state."""
 
     def __init__(self, state: Any) -> None:
         super().__init__()

@@ -1,10 +1,10 @@
 """Reduce the gradients of Keras 2 (``tf_keras``) optimizers.
 
 New optimizers (``optimizers.Optimizer``) and legacy optimizers (``optimizers.legacy.Optimizer``) have two
-methods that can be overridden, with or without a leading underscore. ``fit()`` and ``minimize()`` call
-``compute_gradients``. ``apply_gradients`` calls ``aggregate_gradients``, and so does a ``LossScaleOptimizer``
-before it checks for infinities. Gradients that the first method has reduced are not reduced again by the
-second.
+methods that can be overridden, with or without a leading underscore: ``compute_gradients`` and
+``aggregate_gradients``. ``fit()`` and ``minimize()`` call the first. ``apply_gradients`` calls the second,
+and so does a ``LossScaleOptimizer`` before it checks for infinities. Gradients that the first method has
+reduced are not reduced again by the second.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Keras2Distributed(Distributed):
     _average: bool = False
 
     # Created when needed, because from_config() also creates objects of this class. cached_property bypasses
-    # __setattr__, with which Keras would track the values.
+    # __setattr__, through which Keras would track the values.
     @cached_property
     def _agg_helper(self) -> PassSums | None:
         """Gradient sums over several passes, or None. Scripts read its ``counter``."""
@@ -100,7 +100,7 @@ def _program() -> Any:
 
 
 def unwrapped(optimizer: Any) -> Any:
-    """Return the optimizer that reduces gradients: the inner optimizer if it is a LossScaleOptimizer."""
+    """Return the optimizer that reduces gradients: for a LossScaleOptimizer, its inner optimizer."""
     if not isinstance(optimizer, keras.mixed_precision.LossScaleOptimizer):
         return optimizer
     return optimizer.inner_optimizer

@@ -1,4 +1,4 @@
-"""Reduce the gradients of Keras 3 optimizers, at these points:
+"""Reduce the gradients of Keras 3 optimizers at these points:
 
 - In ``apply()``, before any other processing. ``fit()``, ``apply_gradients()`` and ``stateless_apply()`` all
   call it.
@@ -71,7 +71,7 @@ class _ScalesLoss(Keras3Distributed):
     """Reduces gradients in a LossScaleOptimizer, which does not call ``apply`` on JAX."""
 
     def stateless_apply(self, optimizer_variables: Any, grads: Any, trainable_variables: Any) -> Any:
-        """Return the updated variables. The gradients are first reduced over the ranks."""
+        """Reduce the gradients over the ranks, then return the updated variables."""
         variables = _private.trainable_variables(self)
         with keras.StatelessScope(state_mapping=zip(variables, trainable_variables, strict=True)):
             grads = self._reduce(list(grads), variables)
@@ -118,7 +118,7 @@ def pass_options(optimizer: Any, passes: int, average: bool) -> dict[str, Any]:
 
 @functools.cache
 def adapt() -> None:
-    """Patch Keras for distributed optimizers: check all ranks for infinities, no XLA on TensorFlow."""
+    """Patch Keras for distributed optimizers: check all ranks for infinities, disable XLA on TensorFlow."""
     scaler = keras.optimizers.LossScaleOptimizer
     check_finite = scaler.check_finite
 

@@ -16,7 +16,7 @@ import numpy as np
 from ringdance.errors import pip_install
 from ringdance.training.gradients.compression import compression_for
 
-KERAS2 = os.environ.get("TF_USE_LEGACY_KERAS") in ("1", "true", "True")  # As in TensorFlow.
+KERAS2 = os.environ.get("TF_USE_LEGACY_KERAS") in ("1", "true", "True")  # The same values as in TensorFlow.
 
 keras: Any
 ops: Any  # keras.ops or, for Keras 2, the subset of it that this package uses.
@@ -63,7 +63,7 @@ def forms(variable: Any) -> set[int]:
 
 
 def variables_of(optimizer: Any) -> list[Any]:
-    """Return the variables of an optimizer, which may be None."""
+    """Return an optimizer's variables, or an empty list if ``optimizer`` is None."""
     variables = getattr(optimizer, "variables", ())
     return list(variables() if callable(variables) else variables)
 

@@ -12,10 +12,10 @@ from ringdance.training.loaders.binding import arrays
 def image_loader(dataset: Any, batch_size: int, **options: Any) -> BatchSequence:
     """Return a loader of this rank's part of each batch, for ``model.fit`` on any backend.
 
-    All ranks must make this call, which compares their arguments. The loader yields images (n, size, size, 3)
-    as uint8, labels (n,) as int64, and sample weights. The weights scale each rank's loss so that the average
-    of the ranks' gradients is the mean over the samples of all ranks, even for the last batch of an epoch,
-    which may be short::
+    All ranks must call this function, which compares their arguments. The loader yields images (n, size,
+    size, 3) as uint8, labels (n,) as int64, and sample weights. The weights scale each rank's loss so that
+    the average of the ranks' gradients is the mean over the samples of all ranks, even for the last batch of
+    an epoch, which may be short::
 
         loader = hvd.image_loader(dataset, 32)
         model.fit(loader, epochs=90, shuffle=False, callbacks=[loader.callback, ...])
@@ -37,7 +37,7 @@ def image_loader(dataset: Any, batch_size: int, **options: Any) -> BatchSequence
 def table_loader(table: Table, batch_size: int, **options: Any) -> BatchSequence:
     """Return a loader of this rank's part of each batch, for ``model.fit`` on any backend.
 
-    All ranks must make this call, which compares their arguments. The loader yields a mapping with "ids"
+    All ranks must call this function, which compares their arguments. The loader yields a mapping with "ids"
     (n, fields) as int64 and "values" (n, fields) as float32, labels (n,) as float32, and sample weights. The
     remarks on weights and ``fit`` in ``image_loader`` also apply here. In a custom training loop, use
     ``loader.loader``, which yields ``ringdance.data.TableBatch`` objects with NumPy arrays::

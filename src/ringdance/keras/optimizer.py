@@ -39,27 +39,27 @@ def DistributedOptimizer(
     """Make an optimizer reduce its gradients over the ranks, and return it.
 
     The optimizer stays the same object. Its class becomes a subclass with the same name, which Keras saves
-    and loads like the plain class. All ranks must call this. If they have several optimizers, they must use
-    them in the same order.
+    and loads like the plain class. All ranks must call this function. Ranks with several optimizers must
+    use them in the same order.
 
     Args:
         optimizer: Any optimizer of the Keras version in use, including a ``LossScaleOptimizer`` and the
             legacy optimizers of Keras 2.
-        name: Name of the exchanges, the same on all ranks.
+        name: Prefix of the exchange names, the same on all ranks.
         device_dense: Device on which dense gradients enter the exchange (TensorFlow only).
         device_sparse: Device on which sparse gradients enter the exchange (TensorFlow only).
-        compression: ``Compression.fp16`` or ``.bf16`` halves the bytes of float32 gradients.
+        compression: ``Compression.fp16`` or ``.bf16`` halves the amount of data sent for float32 gradients.
         sparse_as_dense: If True, reduce ``tf.IndexedSlices`` as dense gradients.
         gradient_predivide_factor: Gradients are divided by this factor before the sum, and the sum is
             multiplied by it (Average only).
         op: Average or Sum.
         backward_passes_per_step: Number of passes whose gradients are summed locally, then exchanged and
-            applied. In Keras 3, this sets ``gradient_accumulation_steps`` and scales its mean to a sum.
+            applied. In Keras 3, this sets ``gradient_accumulation_steps`` and converts its mean to a sum.
         average_aggregated_gradients: If True, gradients are averaged over the passes instead of summed.
         num_groups: Deprecated. Use ``groups``.
-        groups: Number of groups, or lists of variables that are exchanged together (TensorFlow only). Other
-            backends exchange all gradients together, and the engine divides them.
-        process_set: The participating ranks. On other ranks, the optimizer is local.
+        groups: Number of groups, or lists of variables whose gradients are exchanged together (TensorFlow
+            only). On other backends, all gradients are passed to the engine together.
+        process_set: The participating ranks. On other ranks, gradients stay local.
         scale_local_gradients: If True, gradients of local variables are divided by the number of ranks.
 
     Raises:
@@ -157,7 +157,8 @@ def load_model(
     other formats, the default options are used, with a warning.
 
     Args:
-        filepath: A model written by ``model.save()``, on any number of ranks, with or without Ringdance.
+        filepath: Path of a model written by ``model.save()`` on any number of ranks, with or without
+            Ringdance.
         custom_optimizers: Optimizer classes that are not part of Keras.
         custom_objects: Other custom classes and functions, by name.
         compression: Compression, as in DistributedOptimizer.
@@ -182,7 +183,7 @@ def load_model(
 
 
 def _saved_options(filepath: Any) -> dict[str, Any]:
-    """Return the options of a saved model's DistributedOptimizer, or {} if its optimizer was plain."""
+    """Return the options of a saved model's DistributedOptimizer, or {} if the file has none."""
     if not zipfile.is_zipfile(filepath):
         if session.engine().rank == 0:
             warnings.warn(

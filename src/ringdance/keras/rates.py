@@ -12,8 +12,8 @@ from ringdance.keras.library import number, variables_of
 def set_learning_rate(optimizer: Any, rate: float, momentum_correction: bool = True) -> None:
     """Set an optimizer's learning rate and adjust its momentum.
 
-    In Keras, the velocity contains the rate: ``v = momentum * v - rate * g``. Without correction, steps are
-    ten times too large after the rate has been divided by ten, until the old momentum fades. PyTorch needs no
+    In Keras, the velocity contains the rate: ``v = momentum * v - rate * g``. If the rate is divided by ten
+    without correction, steps are ten times too large until the old momentum fades. PyTorch needs no
     correction, because it multiplies the velocity by the rate. Source: Goyal et al. 2017, arXiv 1706.02677,
     remark 2.
 

@@ -1,4 +1,4 @@
-"""Reduce the gradients of Keras 2 or Keras 3 optimizers through the binding of Keras's backend."""
+"""Reduce the gradients of Keras 2 or Keras 3 optimizers through the binding for the Keras backend."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BACKENDS = ("tensorflow", "torch", "jax")
 
 
 def binding() -> Any:
-    """Return the binding of Keras's backend, such as the module ``ringdance.torch``.
+    """Return Ringdance's binding for the Keras backend, such as the module ``ringdance.torch``.
 
     Raises:
         ArgumentError: Ringdance has no binding for this backend.
@@ -56,16 +56,17 @@ class GradientReduction:
     """Reduces the gradients of an optimizer, in one exchange per step.
 
     Args:
-        name: Name of the exchanges, the same on all ranks. Optimizers with the same name are numbered in the
-            order of their first use. If only some ranks have an optimizer, for example to read a file, it is
-            not numbered until it is used.
+        name: Prefix of the exchange names, the same on all ranks. Optimizers with the same prefix are
+            numbered in the order of their first use. An optimizer that only some ranks have, for example to
+            read a file, has no number until it is used.
         operation: Average or Sum.
         predivide: Gradients are divided by this factor before the sum, and the sum is multiplied by it
             (Average only).
-        compression: ``Compression.none``, ``.fp16``, ``.bf16``, or an object with compress and decompress.
+        compression: ``Compression.none``, ``.fp16``, ``.bf16``, or an object with the methods
+            ``compress`` and ``decompress``.
         sparse_as_dense: If True, reduce sparse gradients (``tf.IndexedSlices``) as dense gradients.
         process_set: The participating ranks. On other ranks, gradients stay local.
-        options: Further options for ``ringdance.tensorflow.gradients.GradientReducer``.
+        options: Additional options for ``ringdance.tensorflow.gradients.GradientReducer``.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class GradientReduction:
 
     @property
     def name(self) -> str:
-        """The name of the exchanges."""
+        """The prefix of the exchange names, including the optimizer's number."""
         key = self._base_name, set_id(self.process_set)
         return f"{self._base_name}.{_order.number(key, self)}"
 
@@ -130,7 +131,7 @@ class _Listed(list[Any]):
 
 
 class Distributed:
-    """Mixin that precedes the optimizer's own class. Options are class attributes of the combined class.
+    """Mixin that precedes the optimizer's own base class. Options are attributes of the combined class.
 
     Derived classes call ``_reduce`` at the point where their version of Keras processes a step's gradients.
     """
@@ -154,7 +155,7 @@ class Distributed:
         object.__setattr__(self, "_local_variables", (*self._local_variables, var))
 
     def save_assets(self, directory: str) -> None:
-        """Write the options to the ``.keras`` file, because Keras does not. Plain Keras can load the file."""
+        """Add the options to the ``.keras`` file, which can still be loaded without Ringdance."""
         base: Any = super()
         if hasattr(base, "save_assets"):  # A user-defined optimizer may have this method.
             base.save_assets(directory)

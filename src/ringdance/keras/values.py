@@ -1,4 +1,4 @@
-"""Collectives that run immediately, on all values that Keras can convert to tensors of its backend."""
+"""Collectives that run immediately, on any values that Keras can convert to tensors of its backend."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def broadcast_variables(
 
 
 def broadcast_global_variables(root_rank: int) -> None:
-    """Raise RuntimeError: Keras has no list of all variables.
+    """Raise RuntimeError, because Keras has no list of all variables.
 
     Raises:
         RuntimeError: Always.

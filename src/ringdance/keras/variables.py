@@ -10,7 +10,7 @@ from ringdance.keras.library import KERAS2, is_built, keras, optimizer_types, va
 
 
 def optimizers_of(model: Any) -> list[Any]:
-    """Return the optimizer with which a model was compiled, and optimizers that it has as attributes."""
+    """Return the optimizer with which a model was compiled, and optimizers among its attributes."""
     values = [member for value in vars(model).values() for member in _members(value)]
     return list({id(value): value for value in values if isinstance(value, optimizer_types)}.values())
 
@@ -22,7 +22,7 @@ def _members(value: Any) -> Iterable[Any]:
 
 
 def is_complete(model: Any, optimizer: Any) -> bool:
-    """Let an optimizer (or None) create its variables. Returns True if the first step creates no others."""
+    """Create the variables of ``optimizer``, if given. Returns True if the first step creates no others."""
     layers = [layer for layer in _private.layers_in(model) if not isinstance(layer, keras.metrics.Metric)]
     if not (model.built and all(layer.built for layer in layers)):
         return False  # An optimizer does not accept variables that are created later.
@@ -35,7 +35,7 @@ def is_complete(model: Any, optimizer: Any) -> bool:
 
 def variables_with(model: Any, optimizers: Sequence[Any]) -> list[Any]:
     """Return the variables of a model and then the variables of ``optimizers``, without duplicates."""
-    if hasattr(model, "jax_state_sync"):  # During fit(), the variables are not up to date.
+    if hasattr(model, "jax_state_sync"):  # On JAX, the variables are outdated during fit().
         model.jax_state_sync()
     variables = [*model.variables, *(one for optimizer in optimizers for one in variables_of(optimizer))]
     return list({id(variable): variable for variable in variables}.values())

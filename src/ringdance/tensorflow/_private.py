@@ -19,8 +19,8 @@ def _find(module: str, name: str, default: Any = None) -> Any:
         return default
 
 
-# eager.execute.must_record_gradient and eager.execute.record_gradient (which needs the import of
-# eager.backprop): record a call for gradient tapes as an operation whose type has a registered gradient. If a
+# eager.execute.must_record_gradient and eager.execute.record_gradient (which requires that eager.backprop is
+# imported): record a call for gradient tapes as an operation whose type has a registered gradient. If either
 # name is missing, tf.custom_gradient records the call, which takes several times as long.
 _find("eager.backprop", "_record_gradient")
 _must_record = _find("eager.execute", "must_record_gradient")
@@ -35,7 +35,7 @@ def record(kind: str, inputs: Sequence[Any], text: Callable[[], str], outputs: S
 
 
 # profiler.trace.enabled: True while TensorFlow's profiler is recording. If the name is missing, each wait
-# creates a span, which itself checks whether the profiler is recording.
+# creates a trace span, which itself checks whether the profiler is recording.
 profiler_running: Callable[[], bool] = _find("profiler.trace", "enabled", lambda: True)
 
 

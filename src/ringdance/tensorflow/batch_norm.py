@@ -19,8 +19,8 @@ keras: Any = tf.keras  # Keras 3, or 2 with TF_USE_LEGACY_KERAS=1
 class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[misc]
     """Keras's ``BatchNormalization`` with training statistics computed over all ranks' batches.
 
-    Batch sizes may differ between ranks: batches are weighted by their number of elements. Gradients flow
-    through the exchange. With one rank, or in inference, it works like ``BatchNormalization``.
+    Batch sizes may differ between ranks: each batch is weighted by its number of elements. Gradients flow
+    through the exchange. With one rank or during inference, the layer works like ``BatchNormalization``.
 
     Args:
         fused: Must be False, because the fused kernel sees only this rank's batch.
@@ -38,9 +38,9 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[m
         self.fused = False  # Otherwise Keras 2 may use the fused kernel. Keras 3 has none.
 
     def _moments(self, inputs: Any, *args: Any, **options: Any) -> Any:
-        """Return each channel's mean and variance over all ranks. Keras calls this in training."""
+        """Return each channel's mean and variance over all ranks. Keras calls this method during training."""
         mean, variance = super()._moments(inputs, *args, **options)
-        mask = options["mask"] if "mask" in options else args[-1]  # By name in Keras 2, last in Keras 3.
+        mask = options["mask"] if "mask" in options else args[-1]  # Keras 2 passes it by keyword.
         if session.engine().size == 1:
             return mean, variance
         if mask is None:
@@ -51,11 +51,11 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[m
             positions = tf.cast(tf.reduce_sum(tf.cast(mask, tf.int32)), mean.dtype)
             per_position = tf.size(inputs) / tf.maximum(tf.size(mask) * tf.size(mean), 1)
             count = positions * tf.cast(per_position, mean.dtype)
-        # An empty batch has no mean and counts as zero. Computed in float64, the difference of squares gives
-        # the variance to the full precision of float32.
+        # An empty batch has no mean, so use zero. In float64, the difference of squares yields the variance
+        # to full float32 precision.
         mean64, variance64 = (tf.cast(tf.where(count > 0, stat, 0), tf.float64) for stat in (mean, variance))
         weight, center = tf.cast(count, tf.float64), tf.zeros_like(mean64)
-        if inputs.dtype == tf.float64:  # For more precision, use squared distances from the mean.
+        if inputs.dtype == tf.float64:  # For more precision, use squared deviations from the mean.
             weighted = tf.stop_gradient(tf.stack([mean64, tf.ones_like(mean64)]) * weight)
             sums = allreduce(weighted, op=Sum, name=f"sync_batch_norm.{self.name}.centre")
             center = sums[0] / sums[1]

@@ -1,4 +1,4 @@
-"""Gradient compression for the exchange: casts to 16 bits."""
+"""Gradient compression for the exchange, by casting to 16-bit dtypes."""
 
 from __future__ import annotations
 

@@ -36,10 +36,10 @@ class TensorFlowState(VariablesState):
     """Variables and plain attributes, committed and restored together.
 
     Args:
-        variables: TensorFlow or Keras variables. Optional in a ``tf.compat.v1`` graph: by default, all of its
-            global variables.
+        variables: TensorFlow or Keras variables. Optional in a ``tf.compat.v1`` graph, where the
+            default is all global variables.
         session: A ``tf.compat.v1`` session, or None in eager execution.
-        kwargs: Further attributes.
+        kwargs: Additional attributes.
 
     Raises:
         ArgumentError: No variables are passed in eager execution.
@@ -79,7 +79,7 @@ class TensorFlowKerasState:
     """A ``ringdance.keras.elastic.KerasState``. ``backend`` is accepted but has no effect."""
 
     def __new__(cls, model: Any, optimizer: Any = None, backend: Any = None, **kwargs: Any) -> Any:
-        """Create the state. Keras is imported only here, not together with the TensorFlow binding."""
+        """Create the state. Keras is imported here, so that the TensorFlow binding does not import it."""
         keras: Any = importlib.import_module("ringdance.keras")
         return object.__new__(type(cls.__name__, (cls, keras.elastic.KerasState), {}))
 

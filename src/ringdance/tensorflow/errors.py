@@ -1,8 +1,8 @@
 """Raise Ringdance's errors so that they are also TensorFlow errors.
 
-Errors of eager calls have a class derived from both, so both ``except tf.errors.FailedPreconditionError`` and
-``except hvd.HorovodInternalError`` catch them. In a graph, TensorFlow raises its own class with the same code
-and message.
+In an eager call, the class of an error derives from a Ringdance class and a TensorFlow class, so both
+``except tf.errors.FailedPreconditionError`` and ``except hvd.HorovodInternalError`` catch it. In a graph,
+TensorFlow raises its own error class with the same error code and message.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _joined(ours: Any, theirs: Any) -> Any:
 
 @contextmanager
 def as_tensorflow() -> Iterator[None]:
-    """Raise Ringdance's errors within the block so that they are also TensorFlow errors."""
+    """Convert each Ringdance error raised in the block, so that it is also a TensorFlow error."""
     try:
         yield
     except errors.RingdanceError as error:

@@ -1,8 +1,9 @@
 """Run collective calls on tensors and IndexedSlices, eagerly or in graphs, and define their gradients.
 
 Eager calls go directly to the engine, which uses the tensors' memory. In a graph, calls become operations
-defined in ``graph.kernels``. Gradient tapes record both in the same way, by operation type. All ranks of the
-process set must run the backward pass. The gradient of a call is named ``<name>.grad``.
+defined in ``graph.kernels``. Gradient tapes record eager calls and operations in the same way, by operation
+type. All ranks of the process set must run the backward pass. The gradient of the call ``<name>`` is named
+``<name>.grad``.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def in_session() -> bool:
     if tf.executing_eagerly():
         return False
     graph = tf.compat.v1.get_default_graph()
-    while getattr(graph, "is_control_flow_graph", False):  # The graph of a branch has no order either.
+    while getattr(graph, "is_control_flow_graph", False):  # A branch has no order either.
         graph = graph.outer_graph
     return not graph.building_function
 
@@ -58,12 +59,12 @@ def unique_in_session(name: str) -> str:
 
 
 def perform(call: Call, tensors: Sequence[Tensor], name: str | None = None) -> list[Tensor]:
-    """Return the results of a call. For an alltoall, the last result contains the received splits.
+    """Run a call and return its results. For an alltoall, the last result contains the received splits.
 
     Args:
         call: The collective and its options.
         tensors: One tensor or the tensors of a group. For an alltoall with splits, the tensor and the splits.
-        name: The operation's name in a graph.
+        name: Name of the operation if the call is added to a graph.
 
     Raises:
         RingdanceError: An eager call failed. The error is also an instance of a ``tf.errors`` class. When a
@@ -105,8 +106,8 @@ def _view_of(tensor: Any) -> Array:
 def _tensor_of(array: Array) -> Any:
     """Return an eager tensor that shares an array's memory.
 
-    The array must not change afterwards. TensorFlow needs memory that is aligned to 64 bytes, as the engine's
-    memory is. Unaligned arrays are copied.
+    The array must not change afterwards. TensorFlow requires memory with 64-byte alignment, which the
+    engine's memory has. Unaligned arrays are copied.
     """
     if array.ctypes.data % 64 and array.size:
         aligned = aligned_empty(array.shape, array.dtype)
@@ -120,7 +121,7 @@ def _tensor_of(array: Array) -> Any:
 def _with_gradient(
     call: Call, tensors: Sequence[Tensor], run: Callable[[Sequence[Tensor]], list[Tensor]]
 ) -> list[Tensor]:
-    """Run a call so that tapes and ``tf.gradients`` know its gradient, using only TensorFlow's public API."""
+    """Run a call and define its gradient for tapes and ``tf.gradients``, using only the public API."""
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def differentiable(*given: Tensor) -> Any:
@@ -196,11 +197,11 @@ def _attribute(value: Any) -> Any:
 
 
 def perform_all(calls: Sequence[tuple[Call, Sequence[Tensor]]]) -> list[list[Tensor]]:
-    """Return the results of several reductions that run concurrently.
+    """Run several reductions concurrently, and return their results.
 
-    In a function, each reduction is submitted when its tensors are ready, and one operation waits for all
-    reductions. In a session, the other reductions start after the first has completed. If a rank has refused
-    the first, it fails on all ranks, and no other call waits for that rank.
+    In a ``tf.function``, each reduction is submitted when its tensors are ready, and one operation waits for
+    all reductions. In a session, the other reductions start after the first has completed. If a rank has
+    refused the first, it fails on all ranks, and no other call waits for that rank.
     """
     if len(calls) == 1 or in_session() or not _private.RECORDS:
         first = perform(*calls[0])
@@ -235,7 +236,7 @@ def _together(calls: Sequence[tuple[Call, Sequence[Tensor]]]) -> list[list[Tenso
 
 
 def _start(call: Call, tensors: Sequence[Tensor], others: list[Call]) -> tuple[list[Tensor], Tensor]:
-    """Add a RingdanceStart operation to the graph. Return its future results and its number.
+    """Add a RingdanceStart operation to the graph. Return the tensors for the results, and the call's number.
 
     For the first call of a group, ``others`` contains the other calls. They are refused if the run fails
     before they start.
@@ -252,7 +253,7 @@ def _start(call: Call, tensors: Sequence[Tensor], others: list[Call]) -> tuple[l
 
 
 def number(what: str, about: int | str = 0, name: str | None = None) -> Tensor:
-    """Return one of ``kernels.NUMBERS`` as an int32 tensor. In a graph, it is determined at run time."""
+    """Return a number from ``kernels.NUMBERS`` as an int32 scalar. A graph determines it at run time."""
     if tf.executing_eagerly():
         with as_tensorflow():
             return tf.constant(kernels.NUMBERS[what](str(about)), tf.int32)
@@ -262,11 +263,11 @@ def number(what: str, about: int | str = 0, name: str | None = None) -> Tensor:
 
 
 def order_after(results: Sequence[Tensor]) -> None:
-    """Make later calls in a function run after these results of ``tf.cond``.
+    """Make later calls in a ``tf.function`` run after a ``tf.cond`` that returned ``results``.
 
     TensorFlow runs the stateful operations of a function in program order, but later operations may run
-    before operations inside ``tf.cond``. Ranks that have only one thread for operations could then wait for
-    different calls forever.
+    before operations inside ``tf.cond``. Ranks that have only one thread for operations could then wait
+    forever for different calls.
     """
     if not tf.executing_eagerly() and not in_session():
         with tf.control_dependencies(results):
@@ -292,18 +293,18 @@ def _call_of(op: Any) -> Call:
 
 
 def _backward(call: Call, op: Any, gradients: list[Tensor]) -> list[Tensor]:
-    """Return the gradients of an operation's inputs. See ``Backward``.
+    """Return the gradients with respect to an operation's inputs. See ``Backward``.
 
     Args:
-        call: The operation's call.
-        op: The operation, or an object with its ``inputs`` and ``outputs``.
+        call: The call that the operation runs.
+        op: The operation, or an object with the same ``inputs`` and ``outputs``.
         gradients: Gradients of the outputs.
     """
     engine = session.engine()
     rule = call.backward(engine)
     back, keep = rule.call, rule.keep
     name = None if tf.executing_eagerly() else f"{call.kind.name.title()}Gradient"
-    if in_session() and back.name is not None:  # A run may compute the same gradient twice.
+    if in_session() and back.name is not None:  # One run may need this gradient twice.
         back = back.but(name=unique_in_session(back.name))
     if call.tables:
         return _rows_gradient(back, op, gradients)
@@ -337,14 +338,14 @@ def reduce_rows(
     call: Call, slices: Sequence[Any], names: Sequence[str],
     run: Callable[[Call, Sequence[Tensor]], list[Tensor]], tables: Sequence[int | None] = (),
 ) -> list[Any]:
-    """Reduce the rows of all ranks. Returns IndexedSlices with unique, ascending indices. Differentiable.
+    """Reduce IndexedSlices over the ranks. The results have unique, ascending indices. Differentiable.
 
     Args:
         call: An allreduce (Average or Sum) with its name and process set.
-        slices: This rank's rows for each table.
+        slices: This rank's IndexedSlices for each table.
         names: Names of the tables, for messages.
         run: Function that runs the call.
-        tables: Number of rows in each table, or ``None`` to get it from the slices.
+        tables: Number of rows in each table. ``None`` means that the slices determine it.
     """
     call = call.but(tables=tuple(names))
     inputs: list[Tensor] = []
@@ -365,7 +366,7 @@ def _rows_of_table(one: Any, known: int | None) -> Tensor:
 
 
 def _rows_gradient(back: Call, op: Any, gradients: Sequence[Tensor]) -> list[Tensor]:
-    """Reduce the gradients of the result rows. Return for each input row the gradient of its result row."""
+    """Reduce the gradients of the result rows. For each input row, return its result row's gradient."""
     arrived = [tf.convert_to_tensor(gradient) for gradient in gradients[::3]]
     results: list[Tensor] = []
     for index, reduced in enumerate(perform(back.but(tables=(), grouped=True), arrived)):

@@ -1,10 +1,10 @@
 """Reduce the gradients of a step together, for tapes and optimizers.
 
 Dense gradients are divided into buckets by size, starting with the last variable, because the backward pass
-computes gradients in this order. The rows of all IndexedSlices are exchanged together afterwards. In a graph,
-each bucket is submitted as soon as its gradients are computed, and one operation waits for all buckets. The
-buckets depend only on the variables, so they are the same on all ranks. Each rank decides on its own whether
-a bucket is exchanged while other gradients are being computed (``overlap``).
+computes gradients in reverse order. The rows of all IndexedSlices are exchanged together afterwards. In a
+graph, each bucket is submitted as soon as its gradients are computed, and one operation waits for all
+buckets. The buckets depend only on the variables, so they are the same on all ranks. Each rank decides on its
+own whether a bucket is exchanged while other gradients are being computed (``overlap``).
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ _order = UseOrder()
 
 
 def variable_of(one: Any) -> Any:
-    """Return the TensorFlow variable of a Keras variable. Anything else is returned unchanged."""
+    """Return the TensorFlow variable behind a Keras variable. Anything else is returned unchanged."""
     if isinstance(one, tf.Variable) or not hasattr(one, "value"):
         return one
     return one.value() if callable(one.value) else one.value
 
 
 def groups_of(groups: Any, num_groups: int) -> Any:
-    """Return ``groups``, or the deprecated ``num_groups`` with a warning."""
+    """Return ``groups`` or, with a deprecation warning, ``num_groups``."""
     if not num_groups:
         return groups
     warnings.warn("num_groups is deprecated; use groups=<number>.", DeprecationWarning, level_of_caller())
@@ -70,16 +70,16 @@ class GradientReducer:
     """Reduces lists of gradients over the ranks.
 
     Args:
-        name: Name of the tape or optimizer. The names of its exchanges start with it.
+        name: Name of the tape or optimizer, and prefix of its exchange names.
         compression: Compression of dense gradients in the exchange.
         sparse_as_dense: If True, reduce IndexedSlices as dense tensors.
-        op: Average, Sum or another operation.
+        op: Reduction operation, such as Average or Sum.
         predivide: Gradients are divided by this factor before the sum, and the sum is multiplied by it
             (Average only).
         groups: ``None``, a number, or lists of variables whose gradients are reduced together.
         process_set: The participating ranks.
         scale_local_gradients: If True, gradients of local variables are divided by the number of ranks.
-        device_dense, device_sparse: Devices on which gradients enter the exchange.
+        device_dense, device_sparse: Devices on which dense gradients and IndexedSlices enter the exchange.
         step_mark: Mark for the end of a step, set when the last exchange completes. See ``StepMark``.
 
     Raises:
@@ -119,7 +119,7 @@ class GradientReducer:
 
     @plain
     def reduce(self, gradients: Sequence[Tensor], variables: Sequence[Any]) -> list[Tensor]:
-        """Return the reduced gradients in the same order. ``None`` stays ``None``.
+        """Return the reduced gradients in the order of ``gradients``. ``None`` stays ``None``.
 
         Args:
             gradients: Tensors, IndexedSlices or ``None``, in the same pattern on all ranks.
@@ -191,7 +191,7 @@ class GradientReducer:
 
     def _key(self, variables: Sequence[Any]) -> str:
         # In the main thread, keys must match even if shapes differ by mistake, so that the error shows the
-        # shapes. Other threads may run in any order, so there, shapes distinguish the models.
+        # shapes. Other threads may run in any order, so their keys contain the shapes to distinguish models.
         shape = len if threading.current_thread() is threading.main_thread() else tuple
         described = repr([(shape(item.shape), tf.as_dtype(item.dtype).name) for item in variables])
         key = f"{self.name}.{hashlib.blake2b(described.encode(), digest_size=4).hexdigest()}"
@@ -206,9 +206,9 @@ class GradientReducer:
     def _call(
         self, key: str, pattern: str, part: int | str, last: bool, tensors: Sequence[Any] = ()
     ) -> Call:
-        """Return the call for a part of a step's gradients. The name of the first part is always the same.
+        """Return the call for one part of a step's gradients. The first part is always named ``<key>.0``.
 
-        ``tensors`` contains the variables of the gradients, for messages.
+        ``tensors`` contains the variables whose gradients are reduced, for error messages.
         """
         fields = (Collective.ALLREDUCE, f"{key}.{part}", self.operation, *self.scales)
         mark = self.step_mark if last else StepMark.NONE

@@ -1,7 +1,7 @@
 """Collectives on TensorFlow tensors, with Horovod's names.
 
-They work eagerly, in a ``tf.function`` and in ``tf.compat.v1`` graphs, and are differentiable. Unlike in
-Horovod, all collectives support bfloat16, bool, complex numbers and all integer dtypes.
+The collectives are differentiable. They work eagerly, in a ``tf.function`` and in ``tf.compat.v1`` graphs.
+Unlike in Horovod, all collectives support bfloat16, bool, complex numbers and all integer dtypes.
 
 The arguments documented for ``allreduce`` have the same meaning in all functions. ``name`` is the key that
 matches the ranks' calls. Without a name, eager calls match by order. Calls in a graph match by the name of
@@ -72,7 +72,7 @@ def _group(tensors: Sequence[Tensor]) -> list[Tensor]:
 def _tensor(value: Any) -> Tensor:
     if isinstance(value, tf.IndexedSlices) or (isinstance(value, tf.Tensor) and tf.executing_eagerly()):
         return value
-    return tf.convert_to_tensor(value)  # In a graph, this also captures tensors from outside.
+    return tf.convert_to_tensor(value)  # In a graph, this also captures outside tensors.
 
 
 @plain
@@ -90,7 +90,8 @@ def allreduce(
         average: Deprecated: use ``op``. True means Average, False means Sum.
         device_dense: Device on which a dense tensor enters the exchange.
         device_sparse: Device on which IndexedSlices enter the exchange.
-        compression: ``Compression.none``, ``.fp16``, ``.bf16`` or an object with compress and decompress.
+        compression: ``Compression.none``, ``.fp16``, ``.bf16`` or an object with the methods
+            ``compress`` and ``decompress``.
         op: Average (default), Sum, Adasum, Min, Max or Product.
         prescale_factor: Factor applied to each rank's input.
         postscale_factor: Factor applied to the result.
@@ -100,7 +101,8 @@ def allreduce(
 
     Raises:
         ValueError: Both ``average`` and ``op`` are passed, or ``op`` is unknown.
-        NotImplementedError: IndexedSlices are passed with factors, or ``op`` is not Average or Sum for them.
+        NotImplementedError: IndexedSlices are passed with scale factors, or ``op`` is not Average or Sum for
+            IndexedSlices.
         tf.errors.OpError: FailedPreconditionError on all ranks if their calls do not match.
             InvalidArgumentError for an error that only this rank can detect.
     """
@@ -212,7 +214,7 @@ def alltoall(
     tensor: Tensor, splits: Any = None, name: str | None = None, ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Send ``splits[j]`` rows to rank j of the set, and return the received rows in rank order.
+    """Send ``splits[j]`` rows to rank j of the process set, and return the received rows in rank order.
 
     Args:
         tensor: Tensor with at least one dimension. All dimensions except the first must match across ranks.
@@ -263,7 +265,7 @@ def join() -> Tensor:
 
 @plain
 def size_op(process_set_id: int = 0, name: str | None = None) -> Tensor:
-    """Return the number of ranks in a set as an int32 scalar. In a graph, it is determined at run time."""
+    """Return the size of a process set as an int32 scalar. In a graph, it is determined at run time."""
     return number("size", process_set_id, name)
 
 
@@ -287,5 +289,5 @@ def local_rank_op(name: str | None = None) -> Tensor:
 
 @plain
 def process_set_included_op(process_set_id: int = 0, name: str | None = None) -> Tensor:
-    """Return 1 if this process is a member of the set, otherwise 0. See ``size_op``."""
+    """Return 1 if this process is a member of the process set, otherwise 0. See ``size_op``."""
     return number("included", process_set_id, name)

@@ -112,21 +112,21 @@ def DistributedOptimizer(
 
     Args:
         optimizer: A ``tf.compat.v1.train`` optimizer or a Keras optimizer.
-        name: Name of the optimizer and prefix of the names of its exchanges. The default is "Distributed"
+        name: Name of the optimizer and prefix of its exchange names. The default is "Distributed"
             ("DistributedDelta" for Adasum) followed by the class name.
         use_locking: Passed to ``tf.compat.v1.train.Optimizer``.
         device_dense: Device on which dense gradients enter the exchange.
         device_sparse: Device on which IndexedSlices enter the exchange.
-        compression: ``Compression.fp16`` or ``.bf16`` halves the bytes of float32 gradients.
+        compression: ``Compression.fp16`` or ``.bf16`` halves the amount of data sent for float32 gradients.
         sparse_as_dense: If True, reduce IndexedSlices as dense tensors instead of gathering their rows.
-        backward_passes_per_step: Number of passes whose gradients are summed, then reduced and applied.
+        backward_passes_per_step: Number of passes whose gradients are summed before they are reduced.
         op: Average, Sum or Adasum. Adasum combines the weight changes instead of the gradients.
         gradient_predivide_factor: Gradients are divided by this factor before the sum, and the sum is
             multiplied by it (Average only).
         average_aggregated_gradients: If True, divide the sums by ``backward_passes_per_step``.
         num_groups: Deprecated. Use ``groups``.
-        groups: Number of groups, or lists of variables that are exchanged together.
-        process_set: The participating ranks. On other ranks the optimizer is local.
+        groups: Number of groups, or lists of variables whose gradients are exchanged together.
+        process_set: The participating ranks. On other ranks, gradients stay local.
         scale_local_gradients: If True, divide gradients of local variables by the number of ranks.
 
     Raises:

@@ -35,7 +35,7 @@ def reset_sums(session: Any = None) -> None:
 
 
 class PassSums:
-    """Sums of gradients, kept in variables: eagerly, in a ``tf.function`` or in a session.
+    """Gradient sums, kept in variables. Works eagerly, in a ``tf.function`` and in a session.
 
     Args:
         passes: Number of passes to sum.

@@ -62,7 +62,7 @@ class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):  # type: 
 
     Args:
         root_rank: Global rank of the root, which may be the only rank that has loaded a checkpoint.
-        device: Device of the operation.
+        device: Device of the broadcast operation.
     """
 
     def __init__(self, root_rank: int, device: str = "") -> None:
@@ -72,13 +72,13 @@ class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):  # type: 
         self.bcast_op: Any = None
 
     def begin(self) -> None:
-        """Create the operation, once per graph."""
+        """Create the broadcast operation, once per graph."""
         if self.bcast_op is None or self.bcast_op.graph != tf.compat.v1.get_default_graph():
             with tf.device(self.device):
                 self.bcast_op = broadcast_global_variables(self.root_rank)
 
     def after_create_session(self, session: Any, coord: Any) -> None:
-        """Run the operation."""
+        """Run the broadcast operation."""
         session.run(self.bcast_op)
 
 

@@ -18,7 +18,7 @@ from ringdance.training.process_sets import ProcessSet, global_process_set
 
 
 class _Tape:
-    """Mixin with the methods of a distributed tape. It precedes the tape's own class."""
+    """Mixin with the methods of a distributed tape. It precedes the tape's own class in the base classes."""
 
     _reducer: GradientReducer
 
@@ -67,7 +67,7 @@ def DistributedGradientTape(
     process_set: ProcessSet = global_process_set, scale_local_gradients: bool = True, *,
     name: str = "DistributedGradientTape",
 ) -> Any:
-    """Return a tape that shares the recording of ``gradtape`` and whose ``gradient`` reduces over the ranks.
+    """Return a tape that shares the recording of ``gradtape`` and reduces gradients over the ranks.
 
     It works eagerly and in a ``tf.function``, and can be created before or after the ``with`` block.
 
@@ -75,17 +75,17 @@ def DistributedGradientTape(
         gradtape: A ``tf.GradientTape``.
         device_dense: Device on which dense gradients enter the exchange.
         device_sparse: Device on which IndexedSlices enter the exchange.
-        compression: ``Compression.fp16`` or ``.bf16`` halves the bytes of float32 gradients.
+        compression: ``Compression.fp16`` or ``.bf16`` halves the amount of data sent for float32 gradients.
         sparse_as_dense: If True, reduce IndexedSlices as dense tensors instead of gathering their rows.
         op: Average, Sum, Adasum, Min, Max or Product.
         gradient_predivide_factor: Gradients are divided by this factor before the sum, and the sum is
             multiplied by it (Average only).
         num_groups: Deprecated. Use ``groups``.
-        groups: Number of groups, or lists of variables that are exchanged together.
+        groups: Number of groups, or lists of variables whose gradients are exchanged together.
         process_set: The participating ranks. On other ranks, gradients stay local.
         scale_local_gradients: If True, divide gradients of local sources by the number of ranks.
-        name: Name of the exchanges, the same on all ranks. If several threads train models, use a different
-            name for each model.
+        name: Prefix of the exchange names, the same on all ranks. If several threads train models, use a
+            different name for each model.
 
     Raises:
         ArgumentError: An argument is wrong.
@@ -115,7 +115,7 @@ def PartialDistributedGradientTape(
 ) -> Any:
     """Return a ``DistributedGradientTape`` that keeps the gradients of some Keras layers local.
 
-    ``local_layers`` is one built layer or several. Their trainable weights may differ between ranks, even in
+    ``local_layers`` is one or more built layers. Their trainable weights may differ between ranks, even in
     shape and number.
 
     Raises:

@@ -26,7 +26,7 @@ def _on_gpu() -> bool:
 
 
 def computing_threads() -> int:
-    """Return the number of cores that TensorFlow keeps busy, or 1 if a GPU computes."""
+    """Return the number of cores that TensorFlow keeps busy, or 1 if it computes on a GPU."""
     return 1 if _on_gpu() else _chosen() or usable_cores()
 
 

@@ -38,7 +38,7 @@ class SourceFile:
     """A click-log file.
 
     Attributes:
-        path: Path of the file. The suffix decides how it is decompressed. ``.parquet`` is converted to text.
+        path: Path of the file. The suffix decides how it is decompressed. Parquet is converted to text.
         group: 1 for a file of the validation split, otherwise 0. Rows are shuffled within their group.
         format: "rows", "tfrecord", "libsvm" or "csv".
         fields: Number of (id, value) pairs in each row.
@@ -62,7 +62,7 @@ class SourceFile:
         """Inspect a file.
 
         Raises:
-            ArgumentError: It has no rows in any of the formats, or is not a regular file.
+            ArgumentError: The file has no rows in any of the formats, or is not a regular file.
         """
         if not path.is_file():
             raise ArgumentError(f"{path} is a broken link or not a regular file. Remove or replace it.")
@@ -94,7 +94,7 @@ class SourceFile:
         return [-1] if whole else list(range(-(-self.size // size)))
 
     def read(self, unit: int, size: int) -> Iterator[tuple[int, Any, int]]:
-        """Yield each chunk's number, its rows (an array for the format ``rows``), and bytes read from disk.
+        """Yield each chunk's number, its rows (an array for the format ``rows``), and its size on disk.
 
         Raises:
             ArgumentError: The file is damaged, or has changed since it was inspected.
@@ -163,7 +163,7 @@ def plain(path: Path) -> Path:
 
 
 def _of_parquet(path: Path, size: int) -> Iterator[tuple[bytes, float]]:
-    """Yield a Parquet file's rows as text of about ``size`` bytes, and their share of all rows.
+    """Yield a Parquet file's rows as text, about ``size`` bytes at a time, with their share of all rows.
 
     Raises:
         ArgumentError: The file is damaged, or does not have Criteo's columns.

@@ -39,11 +39,11 @@ class Cleaned:
 def clean(data: bytes, resize: int = 0) -> Cleaned:
     """Check and convert an image.
 
-    The whole image is decoded, but at an eighth of its size, which finds damage in a third less time.
+    To find damage, the whole image is decoded, but at an eighth of its size, which takes a third less time.
 
     Args:
         data: Encoded image.
-        resize: Target for the shorter side, in pixels. Smaller images are not resized. If 0, none are.
+        resize: Target for the shorter side, in pixels. Smaller images are not resized. If 0, no image is.
 
     Raises:
         BrokenImage: The image cannot be decoded.
@@ -104,7 +104,7 @@ def _converted(data: bytes, resize: int, problem: str) -> Cleaned:
                 note = problem if image.format == "JPEG" else f"{image.format} instead of JPEG"
                 needed("PIL.ImageOps").exif_transpose(image, in_place=True)
                 rgb = images.as_rgb(image)
-    except Exception as error:  # Pillow's decoders raise many exceptions, some with an object address
+    except Exception as error:  # many kinds of exceptions, some of which contain an object address
         text = re.sub(r" <_io.BytesIO object at \w+>", "", str(error))
         raise BrokenImage(f"{problem}; {text}" if data[:2] == b"\xff\xd8" else text) from None
     width, height = rgb.size

@@ -68,7 +68,7 @@ def _split(source: Path, destination: Path, split: str, max_broken: int | None) 
     link = destination / split
     if link.exists() and not link.is_symlink():
         raise ArgumentError(f"{link} is not a link and may contain other images. Remove it, or change DST.")
-    for path in (destination / name, link):  # from an earlier call, perhaps with other images
+    for path in (destination / name, link):  # from an earlier run, perhaps with other images
         path.unlink(missing_ok=True)
     link.symlink_to((source / split).resolve(), target_is_directory=True)
     write_whole(destination / name, json.dumps(table).encode())  # last, because training reads it
@@ -114,7 +114,7 @@ def check(table: Fields, directory: Path) -> Problems:
 
 
 def _unique(problems: Problems, table: Fields, part: str) -> Iterator[Fields]:
-    """Yield the entries, except those that repeat an earlier entry's number."""
+    """Yield the entries whose id is valid and unique. Record the others as problems."""
     seen, what = set[int](), _ONE[part]
     for place, entry in enumerate(table[part]):
         number = entry.get("id") if isinstance(entry, dict) else None
@@ -142,7 +142,7 @@ def _image_fault(one: Fields, directory: Path) -> str:
         return f"{name}: {getattr(error, 'strerror', error)}"
     try:
         height, width = decode(data).shape[:2]
-    except Exception as error:  # Pillow's decoders raise many different exceptions
+    except Exception as error:  # Pillow's decoders raise many kinds of exceptions
         return f"{name} cannot be decoded: {error}"
     if (width, height) != (one.get("width"), one.get("height")):
         return f"{name} has {width} x {height} pixels instead of {one.get('width')} x {one.get('height')}"
@@ -172,7 +172,7 @@ def _object_fault(one: Fields, images: dict[int, Fields], kinds: dict[int, Field
 
 
 def _drop_slivers(problems: Problems, one: Fields) -> None:
-    """Drop an empty outline. If only some polygons have fewer than three points, drop and record these."""
+    """Drop an empty outline. If only some polygons have fewer than three points, drop and record them."""
     outline = one.get("segmentation")
     if outline is None or outline == []:
         one.pop("segmentation", None)

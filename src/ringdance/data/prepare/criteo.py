@@ -168,11 +168,11 @@ def _rows_in_a_byte(files: Sequence[SourceFile], table_size: int) -> float:
 
 
 def _begin_or_resume(destination: Path, plan: ShufflePlan, overwrite: bool) -> None:
-    """Prepare the directory for the plan: remove its files unless they belong to the same plan.
+    """Prepare the directory: remove the files of an earlier run, unless it had the same plan.
 
     Raises:
-        ArgumentError: The directory has a data set that was started with other options or files, and
-            ``overwrite`` is False. Or it has files that this command did not write.
+        ArgumentError: ``overwrite`` is False, and the directory has a data set that was started with other
+            options or files. Or the directory has files that this command did not write.
     """
     former = None
     with suppress(ArgumentError) if overwrite else nullcontext():  # ignore a damaged plan
@@ -211,7 +211,7 @@ def _differences(plan: ShufflePlan, former: ShufflePlan | None) -> str:
 
 
 def _runs(destination: Path, plan: ShufflePlan) -> tuple[list[str], int]:
-    """List the broken rows. Returns the names of the runs, and the number of broken rows."""
+    """Write the list of broken rows. Returns the names of the runs, and the number of broken rows."""
     names, problems, total = list[str](), list[tuple[str, ...]](), 0
     for number, units in groupby(plan.units(), lambda unit: unit[0]):
         file = plan.files[number]

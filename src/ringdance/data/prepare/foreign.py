@@ -45,8 +45,8 @@ class _Scanned:
     Attributes:
         path: Path of the file.
         rows: File number (0), length and offset of the image, label as in the file.
-        synsets: Class directory of each label, if the file has them.
-        from_one: True if labels follow TensorFlow's scripts, which reserve 0.
+        synsets: Directory name of each label's class, if the file contains it.
+        from_one: True if all labels are stored as in TensorFlow's scripts, which reserve 0.
         left_out: Name of each sample that is not in the rows, and the reason.
     """
 
@@ -124,7 +124,7 @@ def _files(directory: Path, pattern: str) -> list[tuple[Path, str]]:
     """Return the TFRecords and tars, and their formats. Reports other files.
 
     Raises:
-        ArgumentError: No TFRecords or tars are found, or a file with such a name is neither.
+        ArgumentError: No TFRecords or tars are found, or a file is named like one but is neither.
     """
     own = {f"{one.stem}{end}" for one in directory.glob("*.json") if is_index(one) for end in _OWN}
     shards, others = [], []
@@ -150,7 +150,7 @@ def _files(directory: Path, pattern: str) -> list[tuple[Path, str]]:
 
 
 def _format(path: Path) -> str:
-    """Return a file's format according to its first bytes. Empty if it is neither TFRecords nor a tar."""
+    """Return a file's format, or an empty string if the file contains neither TFRecords nor a tar."""
     if path.name.startswith(".") or not path.is_file():
         return ""
     with open(path, "rb") as file:

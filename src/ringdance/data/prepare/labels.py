@@ -21,10 +21,10 @@ def validation_labels(
     """Return the class directory of each image in ``images``, which must be sorted.
 
     Args:
-        source: Where to look for labels, including parent directories that belong to ImageNet.
+        source: Directory to search for labels, along with parent directories that belong to ImageNet.
         place: Location of the images, for error messages.
         images: File names.
-        classes: All class directories, if known. They resolve class numbers in a file.
+        classes: All class directories, if known. Needed if a label file contains class numbers.
         given: The label file. If None, one is searched for.
 
     Raises:
@@ -58,7 +58,7 @@ def _around(source: Path) -> Iterator[Path]:
 
 
 def _of_text(path: Path, images: Sequence[str], classes: Sequence[str]) -> dict[str, str]:
-    """Read lines with a class, or with an image and its class or number, separated by commas or spaces."""
+    """Read lines with a class, or an image and its class or class number, separated by commas or spaces."""
     lines = path.read_text(errors="replace").splitlines()
     rows = [re.split(r"[,\s]+", line.strip()) for line in lines if line.strip()]
     if rows and rows[0][0] == "ImageId":

@@ -1,9 +1,10 @@
 """The plan that assigns images to files. It is stored on disk for the processes that write the files.
 
-In ``DST/.prepare``, a split has ``train.json`` (options, source, and where each file's images begin in the
-other two), ``train.places.npy`` and ``train.names``. A finished file has ``NAME.rows.npy``, and
-``NAME.json``, which is written last and has the checksum of ``NAME.rows.npy``. When all files are finished,
-only ``train.json`` stays: it tells a later run what was done.
+For the split ``train``, ``DST/.prepare`` contains the locations and names of the images (``train.places.npy``
+and ``train.names``), and ``train.json`` with the options, the source, and where each file's images begin in
+these lists. For each finished file, it contains ``NAME.rows.npy``, and ``NAME.json``, which is written last
+and contains the checksum of ``NAME.rows.npy``. When all files are finished, only ``train.json`` stays: it
+tells a later run what was done.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class SplitPlan:
         size: Total size of the images in bytes.
         root, classes, tars, changed: Same as in ``Source``.
         first: Number of the first image in each file, and the total number of images.
-        names_at: Offset of each file's names in the file of names, and that file's size.
+        names_at: Offset of each file's names in ``train.names``, and the size of ``train.names``.
     """
 
     split: str
@@ -105,7 +106,7 @@ class SplitPlan:
 
 
 def differences(plan: Any, former: Any, *options: str) -> list[str]:
-    """Return the options that differ between a plan and a former one."""
+    """Describe each option that differs between a plan and a former plan."""
     values = ((name, getattr(plan, name) or "none", getattr(former, name) or "none") for name in options)
     changed = (option for option in values if option[1] != option[2])
     return [f"--{name.replace('_', '-')} {now} instead of {before}" for name, now, before in changed]
@@ -144,8 +145,8 @@ def record(destination: Path, file: ShardFile | TableFile, kind: str, array: Arr
         destination: The data set's directory.
         file: Entry for the index.
         kind: Word for the contents of ``array``, used in its file name.
-        array: What the index will contain about each row of the file, or about each block of rows.
-        more: Further values for the record.
+        array: Index data for each row of the file, or for each block of rows.
+        more: Additional values for the record.
     """
     directory = state(destination)
     name = f"{file.name}.{kind}.npy"
@@ -173,7 +174,7 @@ def record_of(destination: Path, name: str) -> dict[str, Any]:
 
 
 def unchanged(directory: Path, checksums: Mapping[str, int]) -> bool:
-    """True if all files have the recorded CRC-32C. ``checksums`` maps their names to it."""
+    """Return True if each file has the CRC-32C that ``checksums`` contains for its name."""
     return all(file_crc32c(directory / name) == crc for name, crc in checksums.items())
 
 
@@ -184,7 +185,7 @@ def listed(path: Path, mark: bytes) -> int:
 
 @contextmanager
 def locked(destination: Path) -> Iterator[None]:
-    """Keep other runs out if the file system supports locks. Remove what killed runs have left behind."""
+    """Keep other runs out if the file system supports locks. Remove files left behind by killed runs."""
     with open(state(destination) / "lock", "w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -229,10 +230,10 @@ def check_broken(what: str, count: int, total: int, most: int | None, path: Path
 
 
 def make(source: Source, format: str, shards: int, resize: int) -> tuple[SplitPlan, Array]:
-    """Distribute a split's images over files in a shuffled order, the same in every run.
+    """Distribute a split's images over files in a shuffled order that is the same in every run.
 
     Returns:
-        The plan without the offsets of names, and the numbers of the images in their new order.
+        The plan without ``names_at``, and the numbers of the images in their new order.
     """
     images = len(source.places)
     if not 0 < shards <= images:

@@ -29,7 +29,7 @@ def counted(names: Sequence[str]) -> str:
 
 
 class PrepareProgress(Progress):
-    """Shows the samples done, the rate and the time left on stderr.
+    """Shows the number of finished samples, the rate and the remaining time on stderr.
 
     Args:
         size: Total work in bytes, or in samples if the work is counted in samples.

@@ -1,10 +1,10 @@
 """Shuffle more rows than fit in memory, in two passes over the disk.
 
-Note [Shuffled by hashes]: Each row has a key, which is a hash of its file, its chunk and its number in the
-chunk. The key decides which output file the row goes to. Pass 1 parses chunks and writes the rows of each
-chunk as a run, sorted by output file. For each output file, pass 2 reads its rows from all runs and writes
-them in an order drawn from the file's number. The result therefore depends only on the source, not on the
-number of processes.
+Note [Shuffled by hashes]: Each row has a key, a hash of its file number, its chunk number and its row number
+in the chunk. The key decides which output file the row goes to. Pass 1 parses chunks and writes the rows of
+each chunk as a run, sorted by output file. For each output file, pass 2 reads its rows from all runs and
+writes them in an order drawn from the file's number. The result therefore depends only on the source, not on
+the number of processes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ringdance.data.tables.writing import TableWriter
 
 _WRITTEN = 1 << 14  # rows to encode at a time
 _SEED = 1
-_HALF = np.uint64(32)  # these upper bits of a key choose the split, the lower ones the file
+_HALF = np.uint64(32)  # the upper 32 bits of a key choose the split, the lower 32 bits the file
 
 
 @dataclass(frozen=True)
@@ -34,14 +34,14 @@ class ShufflePlan:
     """The work to do, stored as ``.prepare/criteo.json``.
 
     Attributes:
-        files: Files of the source.
+        files: Source files.
         names: Names of the output files. Those for validation come first.
         held: Number of output files that are held out for validation.
         format: "rows" or "tfrecord".
         table_size: Upper bound of the ids, exclusive.
         validation: Share of the rows that goes to validation.
         max_broken: Maximum number of rows to leave out. None means one in a hundred.
-        chunk: Bytes to parse at once.
+        chunk: Number of bytes to parse at a time.
     """
 
     files: Sequence[SourceFile]
@@ -62,7 +62,7 @@ class ShufflePlan:
         )
 
     def units(self) -> Iterator[tuple[int, int, Path]]:
-        """Yield the work of pass 1: the numbers of the file and the unit, and the path of the unit's note."""
+        """For each unit of work in pass 1, yield the file number, unit number and path of its note."""
         for number, file in enumerate(self.files):
             for unit in file.units(self.chunk):
                 yield number, unit, Path(f"unit.{number}.{unit}.json")
@@ -76,7 +76,7 @@ class ShufflePlan:
 
 
 def is_scattered(destination: Path, note: Path) -> bool:
-    """True if a unit of pass 1 is done, and its runs are unchanged since they were written."""
+    """Return True if a unit of pass 1 is done, and its runs have not changed since they were written."""
     directory = state(destination)
     try:
         runs = json.loads((directory / note).read_text())

@@ -49,7 +49,7 @@ class Source:
         names: Names of the images, relative to ``root`` or as in the tar. UTF-8, each followed by a newline.
         ends: Shape (images,), int64. For each name, where the next one begins.
         changed: Hash of the modification times of the images' files.
-        places: Locations of the images, in the same order. dtype ``PLACE``.
+        places: Locations of the images, in the order of ``names``. dtype ``PLACE``.
         left_out: Names of other files next to the images, by suffix.
     """
 
@@ -86,8 +86,8 @@ def find(source: Path, splits: Sequence[str] = (), labels: Path | None = None) -
     """Find the images under ``source``, which may have any layout that the command's help lists.
 
     Args:
-        source: Directory with class directories, ``train`` and ``val``, Kaggle's files, or official files.
-        splits: Splits to find. Defaults to all that exist. Plain class directories become the first split.
+        source: Directory with class directories, ``train`` and ``val``, Kaggle's files, or the official tars.
+        splits: Splits to find. Defaults to all that exist. Plain class directories are the first split.
         labels: File with the labels of validation images that are not in class directories.
 
     Raises:
@@ -124,7 +124,7 @@ def find(source: Path, splits: Sequence[str] = (), labels: Path | None = None) -
 
 
 def _place(source: Path, split: str) -> Path | None:
-    """Return a split's directory or tar."""
+    """Return a split's directory or tar, or None if neither exists."""
     for parent in (source / directory for directory in _KAGGLE):
         names = sorted(os.listdir(parent)) if parent.is_dir() else []  # includes broken links
         matches = [name for name in names if name.lower() in SPLITS[split]]
@@ -142,12 +142,12 @@ def _beside(places: Collection[Path]) -> list[Path]:
 
 
 def _own_images(place: Path) -> bool:
-    """True if a directory directly contains images, not only in subdirectories."""
+    """Return True if a directory directly contains images, not only in subdirectories."""
     return place.is_dir() and any(_IMAGE.search(file.name) and file.is_file() for file in os.scandir(place))
 
 
 def _is_data(path: Path) -> bool:
-    """True for an image, a tar, or a directory that contains images."""
+    """Return True for an image, a tar, or a directory that contains images."""
     names = (name for _, _, names in os.walk(path) for name in names) if path.is_dir() else [path.name]
     return any(_IMAGE.search(name) or name.endswith(".tar") for name in names)
 
@@ -259,7 +259,7 @@ def _walk(
 
 
 def _is_directory(entry: os.DirEntry[str], above: Sequence[str]) -> bool:
-    """True for a directory. Raises ArgumentError for a broken link, or a link to a parent directory."""
+    """Return True for a directory. Raises ArgumentError for a broken link or a link to a parent directory."""
     suffix = os.path.splitext(entry.name)[1].lower()
     wanted = not entry.name.startswith(".") and suffix in ("", ".tar")
     if entry.is_symlink() and wanted and not os.path.exists(entry.path):
@@ -272,7 +272,7 @@ def _is_directory(entry: os.DirEntry[str], above: Sequence[str]) -> bool:
 
 
 def _is_image(entry: os.DirEntry[str], left_out: LeftOut) -> bool:
-    """True if a file is named like an image. Raises ArgumentError if reading it might never end."""
+    """Return True if a file is named like an image. Raises ArgumentError if reading it might never end."""
     if not _is_named(entry.path, left_out):
         return False
     if not entry.is_file():
@@ -281,7 +281,7 @@ def _is_image(entry: os.DirEntry[str], left_out: LeftOut) -> bool:
 
 
 def _is_named(path: str, left_out: LeftOut) -> bool:
-    """True if a path is named like an image. Otherwise, record it as left out."""
+    """Return True if a path is named like an image. Otherwise, record it as left out."""
     name = path.rpartition("/")[2]
     if _IMAGE.search(name) and not name.startswith("."):
         return True
@@ -290,7 +290,7 @@ def _is_named(path: str, left_out: LeftOut) -> bool:
 
 
 def _is_member(member: tarfile.TarInfo, left_out: LeftOut) -> bool:
-    """True if a member of a tar is an image. Otherwise, record it as left out."""
+    """Return True if a member of a tar is an image. Otherwise, record it as left out."""
     if not member.isfile() and not member.isdir():
         left_out["links"].append(member.name)
     return member.isfile() and _is_named(member.name, left_out)

@@ -18,7 +18,7 @@ def counted(scores: Array, positive: Array) -> tuple[Array, Array]:
 
 
 def won_twice(counts: Array) -> int:
-    """Return twice the number of pairs in which the positive sample has the higher score. Ties count half.
+    """Return twice the number of pairs in which the positive sample has the higher score. A tie counts half.
 
     Args:
         counts: Number of positive and negative samples per score, in ascending order, shape (n, 2).

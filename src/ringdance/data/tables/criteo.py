@@ -47,7 +47,7 @@ def texts(column: Any) -> Texts:
 def transform(numbers: Array, texts: Sequence[Texts], out: Rows, table_size: int) -> None:
     """Compute ids and values from the columns.
 
-    The i-th of the 13 numbers gets the id i and the value log1p(max(x, 0)), or 0 if the number is missing.
+    The i-th of the 13 numbers, x, gets the id i and the value log1p(max(x, 0)), or 0 if x is missing.
     Each of the 26 categories gets the value 1 and an id of 13 or more, a hash of the column and the string.
 
     Args:
@@ -113,7 +113,7 @@ def header_size(data: Array) -> int:
     """Return the size in bytes of a file's header line with column names, or 0 if there is none.
 
     Raises:
-        RowError: The names are different or in a different order.
+        RowError: The column names differ from Criteo's, or are in a different order.
     """
     if bytes(data[: len(BOM)]) == BOM:
         return len(BOM) + header_size(data[len(BOM) :])

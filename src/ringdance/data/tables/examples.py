@@ -107,7 +107,7 @@ def _features(data: Array, at: Array, end: Array) -> tuple[Feature, Feature, Fea
 
 
 def _message(data: Array, at: Array, number: int | None) -> tuple[Array, Array]:
-    """Return the start and end of the messages whose tags are at ``at``. Checks ``number`` if it is given."""
+    """Return the start and end of the messages with tags at ``at``. Checks the field number, if given."""
     at = np.minimum(at, len(data) - PADDING)
     if number is not None and (data[at] != (number << 3 | 2)).any():
         raise RowError(_EXPECTED)

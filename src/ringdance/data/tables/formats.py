@@ -25,7 +25,7 @@ class Format:
     """How to find and parse the rows of a file format.
 
     Attributes:
-        unit: What error messages call a row.
+        unit: Word for a row in error messages.
         bounds: Returns the offset of each row, and the end of the last, given the bytes of whole rows.
         fields: Returns the number of fields, given bytes that begin with a row.
         parse: Parses rows, given their bytes (followed by padding), their bounds, the number of fields and

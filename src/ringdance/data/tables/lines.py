@@ -23,7 +23,7 @@ def bounds(data: Array) -> Array:
 
 
 def pieces(stream: BinaryIO, size: int, first: int | None = None) -> Iterator[bytes]:
-    """Yield chunks of whole lines, about ``size`` bytes each (the first: ``first``). All end with ``\\n``.
+    """Yield chunks of whole lines, about ``size`` bytes each (``first`` for the first). All end with ``\\n``.
 
     A line belongs to the chunk in which it begins.
     """
@@ -70,7 +70,7 @@ def columns(data: Array, delimiter: str, types: Sequence[tuple[str, str]], null:
         text = re.sub(_NOISE, "", str(error))
         text = re.sub(r"column #(\d+)", lambda match: f"column {types[int(match[1])][0]}", text)
         raise RowError(text[:200]) from None
-    return [column.chunk(0) for column in table.columns]  # one block has one chunk
+    return [column.chunk(0) for column in table.columns]  # a single block yields a single chunk
 
 
 _NOISE = r"^CSV parse error: |CSV conversion error to \w+: |Row #\d+: |^In CSV |\n.*"

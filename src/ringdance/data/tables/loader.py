@@ -52,8 +52,8 @@ class TableBatch:
 class TableLoader(Batches):
     """Batches of a table. Each iteration yields the rest of the current epoch.
 
-    An epoch takes blocks of 256 rows in an order drawn from ``seed`` and the epoch number. The order is the
-    same for all formats and any number of ranks. Each rank reads only its own share.
+    If shuffled, an epoch visits blocks of 256 rows in an order drawn from ``seed`` and the epoch number. The
+    order is the same for all formats and any number of ranks. Each rank reads only its own share.
 
     Args:
         table: The table to read.

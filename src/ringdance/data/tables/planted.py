@@ -19,7 +19,7 @@ from ringdance.data.tables import criteo
 from ringdance.data.tables.rows import Array, Rows
 
 BLOCK = 1 << 14
-"""Rows per block. The block number is part of the seed, so a short table has the first rows of a long one."""
+"""Rows per block. The block number is part of the seed, so a short table is a prefix of a long one."""
 _CATEGORIES = (
     1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194, 27, 14992, 5461306, 10,
     5652, 2173, 4, 7046547, 18, 15, 286181, 105, 142572,
@@ -86,7 +86,7 @@ def planted(rows: int, seed: int = 0, day: int = 0, start: int = 0) -> Iterator[
 
 @lru_cache(maxsize=1)
 class _Hidden:
-    """Weights and factors of the fields. Column 0 holds the weights, and the others hold the factors."""
+    """Weights and factors of the fields. Column 0 of each array holds the weights, the others the factors."""
 
     def __init__(self, seed: int) -> None:
         random = np.random.RandomState([seed, 1 << 20])

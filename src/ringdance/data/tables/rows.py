@@ -10,7 +10,7 @@ import numpy as np
 
 Array = np.ndarray[Any, Any]
 BLOCK = 256
-"""Rows per block. Blocks stay together when a table is shuffled, and its index holds their offsets."""
+"""Rows per block. They stay together when a table is shuffled. The index contains each block's offset."""
 
 
 PADDING = 32
@@ -87,7 +87,7 @@ def by_halves(
         table_size: Upper bound of the ids, exclusive.
 
     Yields:
-        The number of a range's first row, with the rows, or with the error if it is one broken row.
+        The number of the first row in a range, and the rows, or the error if the range is one broken row.
     """
     todo = [(0, count)] if count else []
     while todo:
@@ -110,7 +110,7 @@ def dtype(fields: int) -> np.dtype[np.void]:
 
 
 def header(count: int, kind: np.dtype[Any]) -> bytes:
-    """Return the header of a ``.npy`` file with ``count`` elements of a dtype."""
+    """Return the header of a ``.npy`` file with ``count`` elements of dtype ``kind``."""
     memory = io.BytesIO()
     about = {"descr": np.lib.format.dtype_to_descr(kind), "fortran_order": False, "shape": (count,)}
     np.lib.format.write_array_header_1_0(memory, about)

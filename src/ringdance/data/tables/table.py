@@ -2,8 +2,8 @@
 
 Note [The index of a table]: ``train.json`` describes the files of the split ``train``. If rows differ in
 length, ``train.npy`` holds the offset of each block of 256 rows (uint64). For each file in turn, it has the
-offset of each block (the first starts after any header) and the end of the last block. Files
-without an index are scanned for these offsets once, when they are opened.
+offset of each block (the first starts after any header) and the end of the last block. Files without an index
+are scanned for these offsets once, when they are opened.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ class Table(Files):
         Args:
             path: A directory with ``train.json``, or a file without an index, which is scanned once.
             split: Name of the split whose index to read.
-            table_size: Number of rows in the embedding table. Required for a file without an index. An index
-                states it.
+            table_size: Number of rows in the embedding table. Required only for a file without an
+                index.
             format: Format of a file without an index. Defaults to a guess from its name or content.
 
         Raises:
@@ -170,7 +170,7 @@ class Table(Files):
         return rows
 
     def _parsed(self, numbers: Indices) -> Rows:
-        """Read the blocks that contain the rows, drop the other rows, and parse the rest in one go."""
+        """Read the blocks that contain the rows, drop all other rows, and parse the rest in one call."""
         form = FORMATS[self.format]
         pieces: list[Array] = []
         bounds: list[Array] = []

@@ -34,7 +34,7 @@ class Written:
 
 
 class TableWriter(AbstractContextManager["TableWriter"]):
-    """A context manager that writes one file of a table. It appears under its name only when it is complete.
+    """A context manager that writes a table file, which appears under its name only when it is complete.
 
     Args:
         path: Path of the file.

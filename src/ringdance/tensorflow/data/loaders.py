@@ -1,4 +1,4 @@
-"""Loaders that yield eager tensors, and functions that convert them to a ``tf.data.Dataset``."""
+"""Loaders that yield eager tensors, and functions that convert such loaders to a ``tf.data.Dataset``."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ image_loader, table_loader = _own.image_loader, _own.table_loader
 
 
 def image_dataset(loader: ImageBatches) -> Any:
-    """Return a loader's batches as a ``tf.data.Dataset``. Each iteration yields the rest of its epoch.
+    """Return a loader's batches as a ``tf.data.Dataset``. Each iteration yields the rest of the epoch.
 
-    The elements are images (n, size, size, 3) as uint8, labels (n,) as int64, and weights (n,) as float32.
+    Each element consists of images (n, size, size, 3) as uint8, labels (n,) as int64, and weights (n,) as
+    float32.
     All weights in a batch are equal to ``Batch.weight``. Keras uses them as sample weights.
 
     Args:
@@ -39,11 +40,11 @@ def image_dataset(loader: ImageBatches) -> Any:
 
 
 def table_dataset(loader: TableLoader) -> Any:
-    """Return a loader's batches as a ``tf.data.Dataset``. Each iteration yields the rest of its epoch.
+    """Return a loader's batches as a ``tf.data.Dataset``. Each iteration yields the rest of the epoch.
 
-    The elements are a mapping with "ids" (n, fields) as int64 and "values" (n, fields) as float32, labels
-    (n,) as float32, and weights (n,) as float32. All weights in a batch are equal to ``TableBatch.weight``.
-    Keras uses them as sample weights.
+    Each element consists of a mapping with "ids" (n, fields) as int64 and "values" (n, fields) as float32,
+    labels (n,) as float32, and weights (n,) as float32. All weights in a batch are equal to
+    ``TableBatch.weight``. Keras uses them as sample weights.
 
     Args:
         loader: A loader from ``table_loader``. Call its ``set_epoch`` before each iteration.

@@ -32,7 +32,7 @@ def shard(
             divided, so each rank keeps its share. See Note [Shuffled shares].
         seed: Seed for shuffling, the same on all ranks.
         layout: "strided" or "contiguous" (only if the number of elements is known).
-        process_set: The ranks among which samples are divided. All of them must make this call.
+        process_set: The ranks among which samples are divided. All of them must call this function.
 
     Raises:
         ArgumentError: An argument is wrong, or "drop" would leave no samples.
@@ -49,14 +49,14 @@ def shard(
 
 
 # Note [Shuffled shares]
-# tf.data counts the iterators of a data set and draws a different order for each. Suppose that the order of
-# an epoch over all ranks depended on this count. After a rank had looked at its first batch or called
-# adapt(), it would use the order of a different epoch, and samples would be silently missed. Therefore, the
-# elements are divided in an order that never changes, and each rank shuffles its own share in each iteration.
+# tf.data counts the iterators of a data set and draws a different order for each. If the order in which
+# elements are divided depended on this count, a rank that had looked at its first batch or called adapt()
+# would use the order of a different epoch, and samples would be silently missed. Therefore, the elements are
+# divided in an order that never changes, and each rank shuffles its own share in each iteration.
 
 
 def shuffled_rows(plan: Shard, seed: int) -> Dataset:
-    """Return the numbers of this rank's rows, in a different order in each iteration, without a buffer."""
+    """Return this rank's row numbers, in a different order in each iteration, without a shuffle buffer."""
     start, _, step = plan.span()
     count, last = len(plan), tf.constant(plan.length - 1, tf.int64)
     fixed = tf.constant(tf.compat.v1.get_seed(seed), tf.int64)
@@ -67,7 +67,7 @@ def shuffled_rows(plan: Shard, seed: int) -> Dataset:
     def block(begin: Any, key: Any) -> Dataset:
         places = tf.range(begin, tf.minimum(begin + _BLOCK, count))
         own = index_shuffle(places, key, tf.constant(count - 1, tf.int64))
-        places = (start + step * own) % plan.length  # Padding repeats rows from the first row on.
+        places = (start + step * own) % plan.length  # Padding repeats rows, beginning with the first.
         return tf.data.Dataset.from_tensor_slices(index_shuffle(places, fixed, last))
 
     return keys.flat_map(lambda key: blocks.flat_map(lambda begin: block(begin, key)))
@@ -109,7 +109,7 @@ def _shard(
 
 
 def check_order(data: Any, size: int) -> None:
-    """Raise ArgumentError if an earlier transformation shuffles without a seed, so that orders differ."""
+    """Raise ArgumentError if the data set was shuffled without a seed, so that the ranks' orders differ."""
     if size > 1 and hasattr(data, "_seed") and tf.get_static_value(data._seed + data._seed2) == 0:
         raise ArgumentError(
             "shard(): the data set was shuffled without a seed, so the ranks' orders differ and samples "
@@ -120,12 +120,12 @@ def check_order(data: Any, size: int) -> None:
 
 
 # Note [Padding]: A script may shuffle a data set before it is divided. Each iterator then draws a different
-# order, which depends on the number of earlier iterators. Therefore, it must not happen that padding creates
-# an iterator only on some ranks, or only when an epoch is read to its end.
+# order, which depends on the number of earlier iterators. Therefore, padding must not create an iterator
+# only on some ranks, or only when an epoch is read to its end.
 
 
 def _by_number(data: Dataset, plan: Shard, first: Dataset) -> Dataset:
-    """Distribute a data set of known length. ``first`` has its elements in any order, for padding."""
+    """Return this rank's share of a data set of known length. ``first`` provides elements for padding."""
     total = total_of(plan.length, plan.size, plan.ends)
     if total > plan.length:  # choose_from_datasets creates all iterators up front. See Note [Padding].
         padding = first.take(total - plan.length).repeat()
@@ -138,7 +138,10 @@ def _by_number(data: Dataset, plan: Shard, first: Dataset) -> Dataset:
 
 
 def _in_rounds(data: Dataset, ends: str, rank: int, size: int, first: Dataset) -> Dataset:
-    """Distribute a data set of unknown length in rounds of ``size`` elements. ``first`` is for padding."""
+    """Return this rank's share of a data set of unknown length: one of every ``size`` elements.
+
+    ``first`` provides elements for padding.
+    """
     padding = _in_memory(first.take(size - 1)).repeat() if ends == "pad" else None
     tuples = type(data.element_spec) is tuple
 
@@ -150,7 +153,10 @@ def _in_rounds(data: Dataset, ends: str, rank: int, size: int, first: Dataset) -
 
 
 def _in_memory(data: Dataset) -> Dataset:
-    """Return a copy of a few elements. Iterating over the copy does not create an iterator of ``data``."""
+    """Return an in-memory copy of a small data set or, in a graph, ``data`` itself.
+
+    Iterating over the copy does not create an iterator of ``data``. See Note [Padding].
+    """
     if not tf.executing_eagerly():
         return data
     kept = data.take(0)

@@ -1,7 +1,7 @@
 """TensorFlow's C functions for operations and kernels.
 
 The functions are declared in tensorflow/c/{kernels,ops,tf_tensor,tf_status}.h and have been stable since 2.4.
-They are called with the GIL held (``PyDLL``), because releasing the GIL would take longer than each call.
+They are called with the GIL held (``PyDLL``), because releasing the GIL would take longer than the call.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import tensorflow as tf
 
-# Objects that TensorFlow creates, named as in its headers.
+# Opaque TensorFlow objects, named as in the headers.
 Status = Tensor = OpBuilder = KernelBuilder = Construction = OpContext = c_void_p
 Code = DataType = Int = c_int
 Bool, Int64, Size, Text, Pointer = c_bool, c_int64, c_size_t, c_char_p, c_void_p
@@ -54,10 +54,10 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
 
 @cache
 def library() -> Any:
-    """Return TensorFlow's library with the functions declared.
+    """Return TensorFlow's shared library with the C functions declared.
 
     Raises:
-        ImportError: No library of this TensorFlow version has all of these functions.
+        ImportError: No library of this TensorFlow version contains all of the C functions.
     """
     directory = Path(tf.__file__).parent
     for pattern in ("libtensorflow_framework*", "libtensorflow_cc*", "python/_pywrap_tensorflow_internal*"):

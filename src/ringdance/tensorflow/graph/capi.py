@@ -49,7 +49,7 @@ def drop(tensor: int | c_void_p) -> None:
 
 
 class Slot:
-    """What is known about an input before its graph runs.
+    """What is known about a kernel's input before the graph runs.
 
     Args:
         index: Index of the input, and of the output with the same shape and dtype.
@@ -108,7 +108,7 @@ class Context:
     def in_place(self, slots: Sequence[Slot]) -> tuple[list[Array], list[Array], list[int | c_void_p]]:
         """Allocate an output with the shape and dtype of each input, in the input's memory if possible.
 
-        Each step calls this for hundreds of gradients, so the code makes few calls per tensor.
+        This runs for hundreds of gradients in each step, so it makes as few C calls per tensor as possible.
 
         Args:
             slots: The slot of each input.
@@ -146,7 +146,7 @@ class Context:
                 if used.value == index:
                     outputs.append(view)
                     continue
-                # The input must stay in place until it has been read.
+                # The input must stay in memory until it has been read.
                 kept.append(self._take(index))
                 outputs.append(_view_at(data(tensor), *slot.kind) if known else self._view(tensor))
         except BaseException:
@@ -198,7 +198,7 @@ def _on_free(data: int, length: int, number: int) -> None:
 _freed = ctypes.CFUNCTYPE(None, c_void_p, c_size_t, c_void_p)(_on_free)
 _CREATE = ctypes.CFUNCTYPE(c_void_p, c_void_p)
 _COMPUTE = ctypes.CFUNCTYPE(None, c_void_p, c_void_p)
-_callbacks: list[Any] = []  # Keeps functions alive that TensorFlow may call at any time.
+_callbacks: list[Any] = []  # Keeps alive the functions that TensorFlow may call at any time.
 
 
 def _text_of(construction: int) -> bytes:
@@ -245,7 +245,7 @@ def register(
         inputs: Input specifications, as in TensorFlow's ``REGISTER_OP``.
         outputs: Output specifications.
         attributes: Specifications of attributes other than ``text``.
-        prepare: Called with each value of ``text``. Its result is passed to ``compute``.
+        prepare: Called once for each value of ``text``. Its result is passed to ``compute``.
         compute: Called with the prepared value and the context.
     """
     lib = library()

@@ -51,7 +51,7 @@ _leftover: list[InFlight] = []
 
 
 def begin(engine: Engine, call: Call, others: Sequence[Call]) -> Group:
-    """Return the group of a call that is about to start. First wait for the same call of an earlier run.
+    """Wait for the same call of an earlier run, then return the group of the call that is about to start.
 
     Args:
         engine: The engine.
@@ -82,7 +82,7 @@ def add(one: InFlight) -> int:
 
 
 def take(number: int) -> InFlight:
-    """Remove and return the call with a number. The caller must wait for it, then call ``release``."""
+    """Remove and return the call with this number. The caller must wait for it, then call ``release``."""
     return _started.pop(number)
 
 
@@ -98,7 +98,7 @@ def on_freed(number: int) -> None:
 
 
 def release(one: InFlight) -> None:
-    """Release a call's memory immediately if the call is complete, otherwise later."""
+    """Release a call's memory if the call is complete. Otherwise, a later call releases it."""
     if one.work.done():
         _drop_all(one)
         return

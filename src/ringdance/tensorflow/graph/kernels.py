@@ -1,10 +1,10 @@
 """Graph operations: collective calls, and numbers that are not known before run time.
 
 ``RingdanceCall`` waits for its result. ``RingdanceStart`` submits a reduction and outputs the memory for its
-result. ``RingdanceWait`` waits for several reductions. Only operations that depend on it may read their
-results. These operations are stateful, so a function runs them in program order. Therefore, all ranks start
-calls in the same order, and a wait runs after all calls that it waits for have started, so a single thread is
-sufficient.
+result. ``RingdanceWait`` waits for several reductions, whose results may be read only by operations that
+depend on it. All of these operations are stateful, so a function runs them in program order. Therefore, all
+ranks start calls in the same order, and a wait runs only after all calls that it waits for have started, so a
+single thread is sufficient.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def _call(prepared: tuple[Call, list[Slot], list[Call]], context: Context) -> No
         context.set_output(index, array)
 
 
-@lru_cache(maxsize=1)  # The number of threads does not change in use, and determining it is slow.
+@lru_cache(maxsize=1)  # The number of threads does not change, and determining it is slow.
 def _overlaps(engine: Engine) -> bool:
     return wants_overlap(engine, computing_threads())
 
