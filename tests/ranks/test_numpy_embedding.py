@@ -109,7 +109,7 @@ def test_errors_are_on_all_ranks(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match=r"\(10, 2\) instead of \(11, 2\)"):
         hvd.EmbeddingTable(11, 2).load(path)
     rows, _ = table.lookup([1, 2, 2])
-    with pytest.raises(ArgumentError, match=r"of shapes \[\(2, 2\)\], not \[\(3, 2\)\]"):
+    with pytest.raises(ArgumentError, match=r"\[\(2, 2\)\]. Received: \[\(3, 2\)\]"):
         table.update(np.zeros((3, 2)))
     assert len(rows) == 2
 

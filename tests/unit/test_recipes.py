@@ -41,6 +41,7 @@ PUBLIC = {"ringdance.data", "ringdance.errors", "ringdance.keras", "ringdance.nu
 INTERNAL = {
     "options.py": {"ringdance.launch.parser"}, "models.py": {"ringdance.data.files", "ringdance.host.files"},
     "score.py": {"ringdance.data.prepare.clean"}, "coco.py": {"ringdance.data.images"},
+    "train.py": {"ringdance.training.gradients.cores"},
 }  # fmt: skip
 
 

@@ -94,7 +94,7 @@ def test_hosts_of_a_discovery_script(tmp_path, text, more, found):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("echo localhost\n", "give --slots-per-host"),
+        ("echo localhost\n", "pass --slots-per-host"),
         ("echo a:b:c\n", "not HOST:SLOTS"),
         ("echo broken >&2; exit 3\n", "exit code 3: broken"),
         ("", "prints no host"),

@@ -206,4 +206,4 @@ def _report(engine: Engine, call: Call, parameter: str, value: Array, advice: st
     if engine.settings.check_weights == "error":
         raise MismatchError(text)
     if engine.rank == members[0]:
-        _log.warning("ringdance: %s (RINGDANCE_CHECK_WEIGHTS=error stops the job, off skips the check.)", text)
+        _log.warning("ringdance: %s (RINGDANCE_CHECK_WEIGHTS=error stops the job, =off skips this.)", text)
