@@ -1,4 +1,4 @@
-"""Execute one agreed batch: from requests to results."""
+"""Execute a batch of requests that all members have agreed on."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class AgreedRequest:
 
 
 def _request(item: AgreedRequest) -> Request:
-    """Return the item's request or, if this rank has joined, one whose inputs do not change the result."""
+    """Return the item's request or, if this rank has joined, one whose inputs cannot affect the result."""
     if item.work is not None:
         return item.work.request
     d = item.description
@@ -49,7 +49,7 @@ def _outputs(request: Request) -> list[Array]:
 
 
 def _output(request: Request, index: int, shape: tuple[int, ...]) -> Array:
-    """Return the array for a result whose shape was unknown before: the caller's if it fits, or a new one."""
+    """Return the array for a result: the caller's if it has the right shape and dtype, or a new one."""
     provided = None if request.outputs is None else request.outputs[index]
     if provided is not None and provided.shape == shape and provided.dtype == request.inputs[index].dtype:
         return provided
@@ -100,7 +100,7 @@ def _zero_dim_error(name: str, description: Description) -> MismatchError:
 
 
 def _numbers(views: Sequence[Array], how: Reduction) -> Sequence[Array]:
-    """Return contiguous arrays as they are reduced: complex numbers as pairs of floats, others unchanged."""
+    """View contiguous arrays as the numbers to reduce: complex numbers as pairs of floats, others as is."""
     return [view.reshape(-1).view(how.dtype) for view in views] if how.pairs else views
 
 

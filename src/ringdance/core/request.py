@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 # A state machine: each next() advances it as far as possible without blocking.
 Steps = Generator[None, None, Any]
 TUNE_NAME = "ringdance.tune"
-"""Name of the request by which the ranks exchange their measurements. No thread waits for it."""
+"""Name of the request by which the ranks exchange measurements for tuning. No thread waits for it."""
 
 
 class Collective(enum.IntEnum):
@@ -52,9 +52,9 @@ class ReduceOp(enum.IntEnum):
 class Description:
     """What all ranks must agree on before a request is executed.
 
-    ``shapes`` holds one shape per tensor of the request. For collectives whose first dimension may differ
-    between ranks (allgather, alltoall), shapes omit this dimension. Values that differ from call to call (the
-    first dimension, splits) travel with the exchange.
+    ``shapes`` holds one shape per tensor of the request. If the tensors' first dimension may differ between
+    ranks (allgather, alltoall), shapes omit this dimension. Values that differ from call to call (the first
+    dimension, splits) travel with the exchange.
     ``pattern``: For gradients: which variables have no gradient, or a gradient that consists of rows. See
     ``pattern_of`` in ``training/gradients/lists.py``.
     ``device``: Kind of device that holds a framework's own tensors, "" for NumPy views. See

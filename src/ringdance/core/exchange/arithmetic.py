@@ -206,7 +206,7 @@ class Reduction:
             self._finish(total, total)
 
     def alone(self, source: Array, out: Array) -> None:
-        """Reduce over a single rank, which only scales."""
+        """Reduce the data of a single rank, which means that they are only scaled."""
         if self.prescale == 1.0 and self.plain:
             if out is not source:
                 out[...] = source

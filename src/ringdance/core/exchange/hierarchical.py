@@ -21,7 +21,7 @@ class HierarchicalExchange(MpiExchange):
 
     Each block of a chunk has one owner per host. There are as many blocks as the smallest host has members.
     The remaining members own no block, but take part in the intra-host reduce and all-gather. If there are
-    many hosts, the blocks of several chunks are sent together, see ``Sizes``.
+    many hosts, the blocks of several chunks are sent together (see ``Sizes``).
 
     Args:
         transport: Connects all members.

@@ -206,7 +206,7 @@ class SharedMemoryExchange(Exchange):
     def _add_block(
         self, block: Sequence[Segment], buffers: Sequence[Array], inputs: Sequence[Array], how: Reduction
     ) -> None:
-        """Like ``_reduce_block``, for two members and nothing to scale before the sum."""
+        """Like ``_reduce_block``, but for two members, with nothing to scale before the sum."""
         first, second = buffers
         ufunc = how.ufunc
         if self._window.index == 0:

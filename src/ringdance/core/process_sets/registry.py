@@ -22,7 +22,7 @@ from ringdance.core.transport.eventcount import EventCount
 from ringdance.errors import ArgumentError, CollectiveError, ProcessSetRemovedError
 from ringdance.settings import Settings
 
-FIRST_GROUP = 1 << 15  # sets known only to their members start here; records have 16 bits for set numbers
+FIRST_GROUP = 1 << 15  # first id of sets known only to their members; records have 16 bits for set ids
 TUNED_CHUNK_BYTES = 2 << 20  # largest chunk that may be chosen while the job runs
 _MIN_BUFFER = 1 << 16  # a few cache lines for each of hundreds of members, however small the chunks are
 
@@ -40,7 +40,10 @@ class RegisteredSet:
 
 
 def buffer_bytes(settings: Settings, tuned: bool = False) -> int:
-    """Return the size in bytes of a rank's buffers in a window, with space for tuning. 0: no window."""
+    """Return the size in bytes of a rank's buffers in a window, 0 for no window.
+
+    ``tuned``: If True, leave space for the largest chunk that tuning may choose.
+    """
     if not settings.window:
         return 0
     most = TUNED_CHUNK_BYTES if tuned and (settings.autotune or settings.tuned) else 0
