@@ -37,7 +37,7 @@ from ringdance.core.reports.procfs import task_ids, wakeable
 from ringdance.core.request import Work
 from ringdance.core.transfers import Transfer
 
-_IN_WAITS = ("ringdance", "threading", "json")  # packages with frames on the stack of a waiting thread
+_IN_WAITS = ("ringdance", "threading", "json")  # packages whose frames may be on a waiting thread's stack
 _LOCKS = frozenset({"threading", "concurrent"})  # packages whose calls into C wait only for Python's locks
 _TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
 _early_threads = functools.cache(task_ids)  # threads that existed when the first engine started

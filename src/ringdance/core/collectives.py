@@ -57,7 +57,7 @@ def _output(request: Request, index: int, shape: tuple[int, ...]) -> Array:
 
 
 def execute(exchange: Exchange, members: Sequence[int], batch: Sequence[AgreedRequest]) -> Steps:
-    """Execute a batch. Returns a list that contains, for each item, its results or an exception."""
+    """Execute a batch. Returns a list with one entry for each item: its results or an exception."""
     d = batch[0].description
     if d.detail and d.kind != Collective.BARRIER:
         return [_zero_dim_error(item.name, item.description) for item in batch]
@@ -223,7 +223,7 @@ def complete_alone(work: Work, rank: int, change_set: Callable[[Description], in
     Args:
         work: The request's Work.
         rank: This rank.
-        change_set: Adds or removes a process set.
+        change_set: Adds or removes a process set, and returns its id.
     """
     d = work.request.description
     if d.kind == Collective.JOIN:
@@ -237,7 +237,7 @@ def complete_alone(work: Work, rank: int, change_set: Callable[[Description], in
 
 
 def _execute_alone(work: Work) -> list[Array]:
-    """Return the inputs, scaled if the request asks for it."""
+    """Return the results, which are the inputs, scaled if the request asks for it."""
     request, d = work.request, work.request.description
     if d.kind == Collective.ALLTOALL:
         assert request.splits is not None

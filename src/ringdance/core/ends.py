@@ -70,7 +70,7 @@ class EngineEnd:
         stopped_first: True if this rank asked to stop before it received another rank's request.
         unclean: True if a thread of any rank was still waiting for an operation when the engines stopped.
         incomplete: Names of this rank's operations that were not complete when the engine stopped.
-        departed: Text that identifies a rank whose program has exited, so that this job cannot be
+        departed: Text that identifies a rank whose program has exited. In this case, the job cannot be
             restarted. "" if there is none.
     """
 

@@ -79,7 +79,7 @@ class Engine:
         self.report = report or (lambda text: None)
         self.joins = 0  # number of times that all ranks have joined
         self._stop_work = Work(Request(Description(Collective.BARRIER)), "shutdown", self._wait)
-        self._lock = threading.RLock()  # reentrant: a signal handler may submit while its thread holds it
+        self._lock = threading.RLock()  # reentrant: a signal handler may submit while its thread has it
         self.summary = RunSummary(self.recorder.words, settings.summary_time, self.size)
         self.context = Context(self.recorder)
         self.callers = Callers()
@@ -231,7 +231,7 @@ class Engine:
         self._change_sets("remove", Collective.REMOVE_SET, lambda: self.sets.check_removal(set_id))
 
     def add_group(self, number: int, ranks: tuple[int, ...]) -> int:
-        """Make a set without involving other ranks, and return its id. All members must call this together.
+        """Make a set without involving non-members, and return its id. All members must call this together.
 
         Args:
             number: A number below ``FIRST_GROUP``, the same on all members and not in any member's

@@ -108,7 +108,7 @@ class Peers:
         return text + (f" (Details and stacks: {path})" if path and error is None else ""), error
 
     def _save(self, text: str) -> str | None:
-        """Write the reported stall as JSON and have all ranks write their stacks. Returns the JSON path."""
+        """Write the reported stall to a JSON file, whose path is returned. All ranks write their stacks."""
         stall = self._watch.reported
         assert stall is not None
         self.post_all({"kind": "stacks"})

@@ -39,7 +39,7 @@ _DEADLOCK = (
 _ANSWER_TIMEOUT = 0.5
 _BUSY_TIMEOUT = 1.5  # for a process that may have to wait for a core, or is on another host
 _LOOK_TIMEOUT = 4.0  # time for a rank on another host to examine a silent rank there
-_SAME_ANSWER = 0.1  # seconds to reuse an answer, because examining all threads takes about 20 ms
+_SAME_ANSWER = 0.1  # seconds for which an answer is reused: examining all threads takes about 20 ms
 _RECHECK = 1.0  # seconds until the next inquiry after one that found nothing wrong
 _MOST_PATIENCE = 120.0
 _Report = tuple[str | None, type[StallError] | None]
@@ -319,7 +319,10 @@ class StallWatch:
         )
 
     def look(self, rank: int, before: CpuSample | None = None) -> dict[str, Any]:
-        """Examine a rank on this host from outside. The note has ``text`` and ``stacks`` (may be "")."""
+        """Examine a rank on this host from outside.
+
+        Returns a note with a description (``text``) and the rank's ``stacks``, which are "" if unknown.
+        """
         state, pid = self._transport.state(rank), self._transport.identities[rank].pid
         here = state == "running" and pid != os.getpid()
         # Describe the threads before calling stacks_of, whose signal wakes the process.

@@ -79,7 +79,7 @@ def sizes_for(
 
     Args:
         members: Number of members.
-        chunk_bytes: Size of the largest chunk that is reduced at a time.
+        chunk_bytes: Maximum size, in bytes, of the chunk that is reduced at a time.
         small_bytes: See ``Sizes.small``.
         largest_chunk: Upper bound, in bytes, for later changes of the chunk size. With a stage within hosts,
             this is the size of each member's buffer.

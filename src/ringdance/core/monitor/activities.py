@@ -17,7 +17,7 @@ _ORDER = (WAIT, COPY_OUT, REDUCE, COPY_IN)
 
 
 class Chunk(NamedTuple):
-    """One chunk, or several consecutive ones: start time and duration of each phase, in nanoseconds."""
+    """One chunk, or several consecutive ones: its start time, and the durations of its phases, in ns."""
 
     time: int
     durations: list[int]

@@ -133,7 +133,8 @@ class ResponseCache:
     Only agreed events change the cache, so it is identical on all members.
 
     Args:
-        capacity: Maximum number of entries. A new one replaces the least recently used one (by round number).
+        capacity: Maximum number of entries. If the cache is full, a new entry replaces the least recently
+            used one (by round number).
     """
 
     def __init__(self, capacity: int) -> None:

@@ -17,7 +17,7 @@ def description_bytes(description: Description) -> int:
 
 
 def _batch_key(description: Description) -> tuple[Any, ...] | None:
-    """Return a key that is the same for requests that may share a batch, or None if this one must not."""
+    """Return the key of the batches that may contain this request, or None if it must run alone."""
     if len(set(description.dtypes)) != 1 or description.detail:
         return None
     if description.kind == Collective.ALLREDUCE and description.operation != ReduceOp.ADASUM:

@@ -133,10 +133,10 @@ class Executor:
         return Batch(bits, entries, names, how, record)
 
     def run_unnamed(self, count: int, round_number: int) -> Steps:
-        """Execute the first ``count`` unnamed requests, or report that the first one differs if it is 0."""
+        """Execute the first ``count`` unnamed requests. If ``count`` is 0, the first one is a mismatch."""
         pending = self.pending
         with self.lock:
-            if len(pending.unnamed) < max(1, count):  # given up after this rank sent its vector
+            if len(pending.unnamed) < max(1, count):  # some were given up after the vector was sent
                 raise StallError(pending.removal)
             works = pending.running = [pending.unnamed.popleft() for _ in range(max(1, count))]
         items = [AgreedRequest(work.name, work.request.description, work) for work in works]

@@ -206,7 +206,7 @@ class ProcessSets:
                 state.stopping = True
 
     def give_up(self, set_id: int, number: int, why: str, post: _Post) -> bool:
-        """Leave a group and give up a request in it, with all later ones. Returns False if it is not pending.
+        """Leave a group, and give up a request in it and all later ones. Returns False if it is not pending.
 
         Called in steps. A message (``number`` -1) is not a request, so no request that was submitted is given
         up. If a member has submitted the same request and has not read the note yet, both may have agreed to

@@ -35,7 +35,7 @@ class Waiting(NamedTuple):
     Attributes:
         slowest: Index of the slowest rank.
         communication: Share of the time that even the slowest rank waits.
-        skew: Share of the time beyond ``communication`` that the other ranks wait for the slowest.
+        skew: Further share of the time that the other ranks wait for the slowest rank.
         longer: Ratio of the slowest rank's own working time to the others'.
     """
 

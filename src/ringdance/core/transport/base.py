@@ -43,7 +43,7 @@ class Pending(Protocol):
 
 
 class Transfer(Pending, Protocol):
-    """Data on their way between two ranks. ``source`` is the sender's rank after they have arrived."""
+    """A message on its way between two ranks. ``source`` is the sender's rank once it has arrived."""
 
     source: int
 
@@ -67,8 +67,8 @@ class Hierarchy:
     Attributes:
         host_sizes: Number of members on each host. Hosts are in the order of their lowest members.
         buffer_bytes: Size of a member's buffers in a host's window: the smallest over all hosts.
-        cross: Cross-host communicator of the members with this local index, one per host in that order. None
-            if the local index is not below ``min(host_sizes)``.
+        cross: Cross-host communicator of the members with this member's local index, one per host in the
+            order of ``host_sizes``. None if the local index is not below ``min(host_sizes)``.
     """
 
     host_sizes: tuple[int, ...]
@@ -132,7 +132,7 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def allgather(self, send: Array, receive: Array, counts: Sequence[int]) -> Pending:
-        """Concatenate all ranks' ``send`` (uint8) in ``receive``. ``counts``: Number of bytes from each rank.
+        """Concatenate the ranks' uint8 ``send`` in ``receive``. ``counts``: Number of bytes from each rank.
 
         See Note [Buffer lifetime].
         """

@@ -127,7 +127,7 @@ class Window:
         return True
 
     def peer_ahead(self) -> bool:
-        """Return True if any member has already signaled once more than this one."""
+        """Return True if any member has already signaled more often than this one."""
         count = self.count
         return any(self._counters[at] > count for at in self._peers)
 
