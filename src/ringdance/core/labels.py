@@ -58,5 +58,5 @@ def label_of(name: str) -> str:
 
 
 def quoted(name: str) -> str:
-    """Return the name of a call as it appears in a message."""
+    """Return how a message refers to a call: by its label or, if it has none, by its quoted name."""
     return f"the {label_of(name)}" if name in _tensors else f"'{name}'"

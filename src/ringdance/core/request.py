@@ -92,8 +92,8 @@ class Request:
             description has a ``device``. They must not change until the work is done.
         outputs: Views of the caller's memory that receive the results (for an in-place operation, the
             inputs). If None, the engine allocates them, 64-byte aligned.
-        name: Key that matches this request with the other ranks' requests. If None, requests match by order
-            of submission.
+        name: Key that matches this request with the other ranks' requests. If None, the request is matched
+            by its position in the order of submission.
         set_id: Process set. 0 for all ranks.
         splits: For alltoall only: number of rows for each member (int64), for each tensor in the group.
         ready: On a device, the event after which the inputs hold the data to send.

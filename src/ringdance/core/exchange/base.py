@@ -101,7 +101,7 @@ class Exchange(abc.ABC):
 
     @abc.abstractmethod
     def set_chunks(self, chunk_bytes: int, wire_bytes: int) -> None:
-        """Change the chunk sizes of all-reduces. All members must do the same, with nothing in flight."""
+        """Change the chunk sizes of all-reduces. All members must do so while nothing is in flight."""
 
     @abc.abstractmethod
     def allreduce(self, inputs: Sequence[Array], outputs: Sequence[Array], how: Reduction) -> Steps:

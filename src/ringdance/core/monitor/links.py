@@ -115,7 +115,7 @@ class Follower:
         self.stopped = self.ended = False
 
     def lacks(self) -> str:
-        """Return why the file lacks some of this monitor's records, or ""."""
+        """Return why the file lacks some of the other monitor's records, or "" if it has all of them."""
         if self.ended and self.clock.known:
             return ""
         if self.ended:

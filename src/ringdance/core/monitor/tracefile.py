@@ -53,7 +53,7 @@ class TraceFile:
         return self._room <= 0
 
     def add(self, source: Source, first: int, data: bytes, lost: int, clock: Clock | None = None) -> None:
-        """Add a result of ``RingReader.take`` and ``RingReader.lost``. ``clock``: None for this host."""
+        """Add a result of ``RingReader.take`` and ``RingReader.lost``. ``clock``: None if local."""
         if self.full or not data:
             return
         offset = -round(clock.ahead(RECORD.unpack_from(data)[0])) if clock else 0

@@ -36,7 +36,7 @@ class Batch:
     Attributes:
         bits: Ready bits of the entries.
         entries: The entries.
-        names: Their names.
+        names: Names of the entries.
         reduction: How their data are reduced.
         record: Record of the batch.
     """
@@ -79,7 +79,10 @@ class Executor:
     largest: tuple[int, int, int] = (0, 0, 0)
 
     def run_ready(self, ready: int, round_number: int) -> Steps:
-        """Execute the cache entries whose bits are set in ``ready``. Plans of all-reduces only are cached."""
+        """Execute the cache entries whose bits are set in ``ready``.
+
+        Plans that contain only all-reduces are cached.
+        """
         pending = self.pending
         plan = None
         if not pending.joined:

@@ -254,7 +254,7 @@ class ProcessSets:
         self._find_event_count()
 
     def _change(self, item: AgreedRequest) -> Steps:
-        """Add or remove a set, or tune. All ranks do so in the same order."""
+        """Add or remove a set, or change settings. All ranks make such changes in the same order."""
         detail = item.description.detail
         if item.description.kind == Collective.TUNE:
             return (yield from self._tune(item))

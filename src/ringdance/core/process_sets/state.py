@@ -119,7 +119,7 @@ class ProcessSetState:
         self._views: list[tuple[memoryview, list[memoryview]]] = []
 
     def close(self) -> None:
-        """Free the communicators. All members must do so, with nothing in flight."""
+        """Free the communicators. All members must do so while nothing is in flight."""
         for device in self.exchange.devices.values():
             device.close(True)
         self.transport.close(True)

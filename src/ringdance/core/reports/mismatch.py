@@ -1,4 +1,4 @@
-"""Build mismatch errors: ranks have submitted different requests under one name."""
+"""Build the messages of mismatch errors, raised if ranks submit different requests under one name."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ _ORDER = (
 def mismatch_message(
     name: str, who: Sequence[Identity], submitted: Sequence[tuple[Description, str | None] | None]
 ) -> str:
-    """Return the message for all members.
+    """Return the error message, which is the same for all members.
 
     Args:
         name: Name of the requests.

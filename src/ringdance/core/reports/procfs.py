@@ -40,7 +40,7 @@ _WITH_SOCKET = {_CONNECT: "connects to", _ACCEPT: "waits for a connection to", _
 
 
 class CpuSample(NamedTuple):
-    """The time of a sample (seconds of time.monotonic), and the CPU seconds that a thread had used then."""
+    """When a sample was taken (``time.monotonic``), and the CPU seconds that a thread had used until then."""
 
     time: float
     used: float

@@ -105,7 +105,7 @@ def pending_names(status: dict[str, Any], set_id: int) -> list[str]:
 
 
 def stall_message(stall: Stall) -> str:
-    """Return the warning."""
+    """Return the warning about a stall."""
     who, own = stall.identities, _frames(stall.status)
     parts = []
     if stall.missing:
