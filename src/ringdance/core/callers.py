@@ -2,7 +2,7 @@
 
 Note [Certain deadlocks]
     A deadlock ends a job, so a rank counts as *blocked* only if no thread of its process can ever continue.
-    Each thread must be in one of these states:
+    For this, each thread must be in one of these states:
 
     - It has called ``Work.wait`` without a timeout, or it is an engine thread.
     - It sleeps in a private futex without a timeout, so only another thread of its process can wake it.

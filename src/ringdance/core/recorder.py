@@ -31,7 +31,7 @@ class StepMark(enum.IntEnum):
 
 
 class Profiler(NamedTuple):
-    """A framework's own profiler, which is told about waits so that it shows them too.
+    """A framework's own profiler, in which waits are recorded so that they appear in its output.
 
     Attributes:
         running: Returns True if the profiler is recording. Takes well under 1 µs.
@@ -222,7 +222,7 @@ class Recorder:
         return steps_text(self.words)
 
     def text(self, what: str) -> None:
-        """Record an event described by a text."""
+        """Record an event that is described by a text."""
         self.ring.add(Kind.TEXT, self.ring.label(what))
 
     def _records(self) -> list[dict[str, Any]]:

@@ -139,7 +139,7 @@ class StallWatch:
         return status
 
     def on_status(self, sender: int, note: dict[str, Any]) -> None:
-        """Store another rank's answer."""
+        """Store another rank's answer to the current inquiry."""
         labels.adopt(note.get("labels", {}))
         if self._inquiry is not None:
             self._inquiry.answers[sender] = note
@@ -344,7 +344,7 @@ class StallWatch:
     def _ask_neighbours(self, inquiry: _Inquiry, silent: list[int]) -> bool:
         """Ask ranks that answered to examine silent ranks on their hosts.
 
-        Returns True until all of them have replied.
+        Returns True while any of their replies is missing.
         """
         who = self._transport.identities
         for rank in silent:

@@ -17,7 +17,7 @@ class Transfer:
 
     Args:
         engine: This rank's ``Engine``.
-        pending: The transport's request.
+        pending: The transport's ``Transfer``.
         state: The process set's ``ProcessSetState``.
         verb: "send" or "receive".
         nbytes: Size of the message.

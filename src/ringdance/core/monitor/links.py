@@ -148,7 +148,7 @@ class Follower:
         return False
 
     def names(self) -> str:
-        """Return the name of the other host, with those of its ranks that are known."""
+        """Return the other host's name, with the ranks on it that are known so far."""
         ranks = ", ".join(map(str, sorted(self.rings)))
         host = next((ring.who.host for ring in self.rings.values()), "another host")
         return f"rank {ranks} on {host}" if ranks else host

@@ -170,7 +170,7 @@ class Monitor:
     def _stop(self, last: bool = False) -> None:
         """Complete the file with the records of all hosts.
 
-        If ``last``, also wait for monitors that have not connected yet.
+        If ``last``, wait even for monitors that have not connected yet.
         """
         self._set_detail(0)
         if self._trace is None and self._sender is None:

@@ -15,8 +15,8 @@ from ringdance.core.monitor.chrome import ChromeWriter
 from ringdance.core.request import Collective
 from ringdance.core.ring import Kind, Label, Record, Who
 
-# Process ids. Perfetto treats thread 0 as the thread whose number equals the process id, so no process id may
-# equal a rank.
+# First process ids of ranks and of tensors. Perfetto treats thread 0 as the thread whose number equals the
+# process id, so no process id may equal a rank.
 _RANKS, _TENSORS = 1_000_000, 2_000_000
 _THREADS = ("batches", "chunks", "waits", "steps")
 _BATCHES, _CHUNKS, _WAITS, _STEPS = range(4)

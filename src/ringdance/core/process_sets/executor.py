@@ -139,7 +139,7 @@ class Executor:
         """Execute the first ``count`` unnamed requests. If ``count`` is 0, the first one is a mismatch."""
         pending = self.pending
         with self.lock:
-            if len(pending.unnamed) < max(1, count):  # some were given up after the vector was sent
+            if len(pending.unnamed) < max(1, count):  # one was given up after the vector was sent
                 raise StallError(pending.removal)
             works = pending.running = [pending.unnamed.popleft() for _ in range(max(1, count))]
         items = [AgreedRequest(work.name, work.request.description, work) for work in works]

@@ -1,6 +1,6 @@
 """Small all-reduces whose data travel with the vectors, so that a round of agreement also exchanges the data.
 
-If all members choose the same cache entry, the all-reduce takes one synchronization instead of two.
+If all members choose the same cache entry, its all-reduce takes one synchronization instead of two.
 """
 
 from __future__ import annotations

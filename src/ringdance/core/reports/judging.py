@@ -1,4 +1,4 @@
-"""Shared by all tools that judge a training run: thresholds, who waits for whom, the spread of timings.
+"""Helpers of all tools that judge a training run: thresholds, who waits for whom, the spread of timings.
 
 Used by the summary of a job, ``ringdance report``, ``bench`` and ``plan``. Standard library only.
 """

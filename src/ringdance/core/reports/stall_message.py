@@ -93,7 +93,11 @@ class Stall:
         }  # fmt: skip
 
     def under_way(self, timeout: float) -> bool:
-        """Return True if data are moving, or if all have submitted it and ``idle`` is below ``timeout``."""
+        """Return True if the exchange seems to be making progress.
+
+        This means that data are moving, or that all members have submitted the request and ``idle`` is below
+        ``timeout``.
+        """
         if self.missing or self.unstarted:
             return False
         return self.moving or (not self.unknown and self.idle < timeout)

@@ -62,7 +62,7 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class Hierarchy:
-    """The members on several hosts, for reductions inside each host, then across hosts.
+    """How the members are distributed over hosts, for reductions inside each host, then across hosts.
 
     Attributes:
         host_sizes: Number of members on each host. Hosts are in the order of their lowest members.
@@ -113,7 +113,7 @@ class Transport(abc.ABC):
         return parent.event_count, [group.index(self.identities[i].rank) for i in self.host_group]
 
     def ranks_of(self, comm: Any) -> tuple[int, ...]:
-        """Return the ranks in this communicator, ascending, of the members of a user's communicator.
+        """Return the ranks (in this communicator, ascending) of the members of a user's communicator.
 
         Raises ArgumentError if ``comm`` cannot be used, or has members outside this communicator.
         """
@@ -148,7 +148,7 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def split(self, members: Sequence[int], window_bytes: int) -> Transport | None:
-        """Make a communicator of these ranks. This is collective over all ranks and may block.
+        """Make a communicator of these ranks. The call is collective over all ranks and may block.
 
         Returns None on ranks that are not in ``members``. ``window_bytes`` is the size of each member's
         buffers in a shared-memory window, 0 for no window.
@@ -168,7 +168,7 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def hierarchy(self) -> Hierarchy | None:
-        """Prepare two-stage reductions. This is collective over all members and may block.
+        """Prepare two-stage reductions. The call is collective over all members and may block.
 
         Returns None on all members if nothing would be gained (one host, or one member per host), or if the
         members on some host do not share memory.

@@ -38,8 +38,8 @@ class EventCount:
     A waiter calls ``prepare_wait``, checks its condition, then calls ``wait`` or ``cancel_wait``.
 
     Args:
-        words: An int32 memoryview with two words per rank, ``stride`` apart: a counter that each
-            notification increments, and a flag that is set while its owner waits.
+        words: An int32 memoryview with two words for each rank: a counter that each notification increments,
+            and a flag that is set while the rank waits.
         address: Address of ``words[0]`` in this process.
         stride: Distance, in words, between the pairs of two consecutive ranks.
         index: This rank's local index.
