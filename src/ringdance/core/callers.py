@@ -2,11 +2,12 @@
 
 Note [Certain deadlocks]
     A deadlock ends a job, so a rank counts as *blocked* only if no thread of its process can ever continue.
-    Each thread must be in one of these states:
+    For this, each thread must be in one of these states:
 
     - It has called ``Work.wait`` without a timeout, or it is an engine thread.
     - It sleeps in a private futex without a timeout, so only another thread of its process can wake it.
-      Python's locks sleep like this, as do idle thread pools and calls into C that wait for either.
+      Threads that wait for a Python lock sleep like this, as do idle threads of a thread pool, and calls
+      into C that wait for either of them.
     - It has no Python frames, and it is not running. If another thread is in a call into C, that call may be
       waiting for such a thread, which may in turn be waiting for data from the network. In this case, threads
       without Python frames must also sleep in a futex. Threads that existed before the first engine (MPI's)
@@ -36,10 +37,10 @@ from ringdance.core.reports.procfs import task_ids, wakeable
 from ringdance.core.request import Work
 from ringdance.core.transfers import Transfer
 
-_IN_WAITS = ("ringdance", "threading", "json")  # packages with frames on the stack of a waiting thread
+_IN_WAITS = ("ringdance", "threading", "json")  # packages whose frames may be on a waiting thread's stack
 _LOCKS = frozenset({"threading", "concurrent"})  # packages whose calls into C wait only for Python's locks
 _TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
-_early_threads = functools.cache(task_ids)  # threads of the process when its first engine started
+_early_threads = functools.cache(task_ids)  # threads that existed when the first engine started
 
 
 class Callers:
@@ -91,7 +92,7 @@ class Callers:
     def _threads(self) -> list[tuple[int, int]] | None:
         """Return the threads that are not waiting for a Work, or None if any thread can continue.
 
-        Each thread is returned with the time that it has used, or 0 if that time does not matter.
+        Each thread is returned with the time from ``wakeable``, or with 0 if that time does not matter.
         """
         numbers = {thread.ident: thread.native_id or 0 for thread in threading.enumerate()}
         # A negative number stands for a C thread that calls Python. Its kernel thread id is unknown.

@@ -1,4 +1,4 @@
-"""Execute one agreed batch: from requests to results."""
+"""Execute a batch of requests that all members have agreed on."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class AgreedRequest:
 
 
 def _request(item: AgreedRequest) -> Request:
-    """Return the item's request or, if this rank has joined, one whose inputs do not change the result."""
+    """Return the item's request or, if this rank has joined, one whose inputs cannot affect the result."""
     if item.work is not None:
         return item.work.request
     d = item.description
@@ -49,7 +49,7 @@ def _outputs(request: Request) -> list[Array]:
 
 
 def _output(request: Request, index: int, shape: tuple[int, ...]) -> Array:
-    """Return the array for a result whose shape was unknown before: the caller's if it fits, or a new one."""
+    """Return the array for a result: the caller's if it has the right shape and dtype, or a new one."""
     provided = None if request.outputs is None else request.outputs[index]
     if provided is not None and provided.shape == shape and provided.dtype == request.inputs[index].dtype:
         return provided
@@ -57,7 +57,7 @@ def _output(request: Request, index: int, shape: tuple[int, ...]) -> Array:
 
 
 def execute(exchange: Exchange, members: Sequence[int], batch: Sequence[AgreedRequest]) -> Steps:
-    """Execute a batch. Returns a list that contains, for each item, its results or an exception."""
+    """Execute a batch. Returns a list with one entry for each item: its results or an exception."""
     d = batch[0].description
     if d.detail and d.kind != Collective.BARRIER:
         return [_zero_dim_error(item.name, item.description) for item in batch]
@@ -100,7 +100,7 @@ def _zero_dim_error(name: str, description: Description) -> MismatchError:
 
 
 def _numbers(views: Sequence[Array], how: Reduction) -> Sequence[Array]:
-    """Return contiguous arrays as they are reduced: complex numbers as pairs of floats, others unchanged."""
+    """View contiguous arrays as the numbers to reduce: complex numbers as pairs of floats, others as is."""
     return [view.reshape(-1).view(how.dtype) for view in views] if how.pairs else views
 
 
@@ -223,7 +223,7 @@ def complete_alone(work: Work, rank: int, change_set: Callable[[Description], in
     Args:
         work: The request's Work.
         rank: This rank.
-        change_set: Adds or removes a process set.
+        change_set: Adds or removes a process set, and returns its id.
     """
     d = work.request.description
     if d.kind == Collective.JOIN:
@@ -237,7 +237,7 @@ def complete_alone(work: Work, rank: int, change_set: Callable[[Description], in
 
 
 def _execute_alone(work: Work) -> list[Array]:
-    """Return the inputs, scaled if the request asks for it."""
+    """Return the results, which are the inputs, scaled if the request asks for it."""
     request, d = work.request, work.request.description
     if d.kind == Collective.ALLTOALL:
         assert request.splits is not None

@@ -49,7 +49,7 @@ from ringdance.errors import (
 )
 
 _OF_NOTES = {"StallError": StallError, "DeadlockError": DeadlockError}  # for other errors, RankLostError
-_FIGURES_S = 1.0  # enough, because all ranks send their figures at the same time
+_FIGURES_S = 1.0  # long enough, because all ranks send their figures at the same time
 _REASON_S = 0.2  # the note with the reason may arrive after the round in which all ranks stop
 
 
@@ -63,14 +63,15 @@ class EngineEnd:
         peers: The other ranks.
         recorder: Writes the flight record.
         summary: Collects the figures from all ranks.
-        stop_work: Work that is done once the engine has stopped.
+        stop_work: A ``Work`` that is done once the engine has stopped.
         closed: True once the engine no longer accepts requests.
         broken: Error that made the engine fail, or None.
         failed_here: True if this rank detected the failure.
         stopped_first: True if this rank asked to stop before it received another rank's request.
-        unclean: True if a rank was still waiting for something after the stop.
-        incomplete: Names of this rank's operations that were not complete after the stop.
-        departed: A rank whose program has exited, so this job cannot be restarted. "" if there is none.
+        unclean: True if a thread of any rank was still waiting for an operation when the engines stopped.
+        incomplete: Names of this rank's operations that were not complete when the engine stopped.
+        departed: Text that identifies a rank whose program has exited. In this case, the job cannot be
+            restarted. "" if there is none.
     """
 
     transport: Transport
@@ -108,7 +109,7 @@ class EngineEnd:
         self.stop(f"{self.transport.identities[rank]} {note['reason']}")
 
     def stop(self, reason: str) -> None:
-        """Have all process sets agree to stop."""
+        """Request that all process sets agree to stop."""
         self._reason = self._reason or reason
         for state in self.sets.states():
             state.stopping = True
@@ -116,7 +117,7 @@ class EngineEnd:
     def close(self) -> None:
         """Free everything after all sets have agreed to stop."""
         self.closed = True
-        self.peers.read_notes()  # in a short job, the address of rank 0's monitor may still be unread
+        self.peers.read_notes()  # in a short job, the note from rank 0's monitor may still be unread
         self._exchange_figures()
         limit = time.monotonic() + _REASON_S
         while not self._reason and time.monotonic() < limit:
@@ -144,7 +145,7 @@ class EngineEnd:
         summary, limit = self.summary, time.monotonic() + _FIGURES_S
         self.recorder.publish()
         if self._identity.rank:
-            if summary.wanted(0.5):  # lenient, because rank 0's clock decides
+            if summary.wanted(0.5):  # lenient, because rank 0 decides by its own clock
                 self.peers.post(0, {"kind": "figures", "figures": summary.figures()})
             return
         while summary.wanted() and not summary.complete and time.monotonic() < limit:
@@ -195,7 +196,7 @@ class EngineEnd:
         self.fail(error, departed=who)
 
     def fail_by(self, error: BaseException) -> None:
-        """Fail because of an error, which may mean that a rank has died."""
+        """Fail because of an error, with RankLostError if the error shows that a rank has died."""
         if isinstance(error, CollectiveError):
             self.fail(error)
             return
@@ -203,7 +204,7 @@ class EngineEnd:
         if lost is None:
             self.fail(EngineError.of(self._identity, error))
             return
-        self.peers.read_notes()  # an earlier note from the lost rank says more
+        self.peers.read_notes()  # the lost rank may have sent a note with the reason
         if not self.closed:
             who = ", ".join(str(self.transport.identities[rank]) for rank in lost)
             self.fail_lost(who or "A rank")

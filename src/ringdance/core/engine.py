@@ -43,7 +43,7 @@ class Engine:
             the number of these ranks.
         hosts: Host name of each rank.
         summary: Summary of the run. Rank 0 shows it at the end.
-        context: Counters of the engine's exchanges.
+        context: State that the engine's exchanges share.
         callers: The threads that have submitted requests, and what they are waiting for.
         sets: The process sets.
         end: Whether and how the engine has ended.
@@ -79,7 +79,7 @@ class Engine:
         self.report = report or (lambda text: None)
         self.joins = 0  # number of times that all ranks have joined
         self._stop_work = Work(Request(Description(Collective.BARRIER)), "shutdown", self._wait)
-        self._lock = threading.RLock()  # reentrant: a signal handler may submit while its thread holds it
+        self._lock = threading.RLock()  # reentrant: a signal handler may submit while its thread has it
         self.summary = RunSummary(self.recorder.words, settings.summary_time, self.size)
         self.context = Context(self.recorder)
         self.callers = Callers()
@@ -163,7 +163,7 @@ class Engine:
     def refuse(self, request: Request, message: str) -> None:
         """Make requests with this name fail on the peers, because this rank's call was invalid.
 
-        Used for argument errors that only this rank can see. The caller raises ``message`` itself.
+        Used for argument errors that only this rank can see. The caller raises the error with ``message``.
         """
         known = self.sets.registered.get(request.set_id)
         if known is None or known.state is None or self.end.closed:
@@ -231,7 +231,7 @@ class Engine:
         self._change_sets("remove", Collective.REMOVE_SET, lambda: self.sets.check_removal(set_id))
 
     def add_group(self, number: int, ranks: tuple[int, ...]) -> int:
-        """Make a set without involving other ranks, and return its id. All members must call this together.
+        """Make a set without involving non-members, and return its id. All members must call this together.
 
         Args:
             number: A number below ``FIRST_GROUP``, the same on all members and not in any member's
@@ -279,7 +279,7 @@ class Engine:
 
     @contextlib.contextmanager
     def pause_stall_check(self, what: str, seconds: float) -> Iterator[None]:
-        """Suppress stall reports of all ranks while this rank runs ``what``, for at most ``seconds``."""
+        """Suppress stall reports on all ranks while this rank runs ``what``, for at most ``seconds``."""
         outer: list[tuple[str, float]] = []
         self._exclusively(lambda: outer.append(self._peers.pause(what, seconds)))
         try:
@@ -305,7 +305,7 @@ class Engine:
         Args:
             set_id: The process set.
             number: The request's ``order``. -1 for a message between two ranks.
-            message: Message for these errors.
+            message: Text of the error.
         """
 
         def fail() -> None:
@@ -352,7 +352,7 @@ class Engine:
         self.recorder = Recorder(self.settings.flight_recorder_dir)
         self.summary = RunSummary(self.recorder.words, 0.0, self.size)
         if self.size == 1:
-            return  # no peers needed
+            return  # a job with one process needs no peers
         self.end.disown(origin)
         # The fork did not copy the engine thread, which may have held locks.
         self._progress_engine = self.sets.event_count = None

@@ -1,4 +1,4 @@
-"""Readable labels for calls: the tensors that a call exchanges, instead of its name."""
+"""Readable labels for calls, which describe the tensors that a call exchanges."""
 
 from __future__ import annotations
 
@@ -46,17 +46,17 @@ def known(name: str, number: int) -> bool:
 
 
 def tensors_of(name: str) -> Sequence[str]:
-    """Return the names of a call's tensors, if they are known."""
+    """Return the names of the tensors that a call exchanges. Empty if they are unknown."""
     return _tensors.get(name, ("", ()))[1]
 
 
 def label_of(name: str) -> str:
-    """Return a readable label for a name. Omits the numbers of unnamed calls, which never repeat."""
+    """Return a readable label for a name. Omits the number in a generated name, which never repeats."""
     if name in _tensors:
         return _tensors[name][0]
     return name.rstrip("0123456789").rstrip(".") if ".noname." in name else name
 
 
 def quoted(name: str) -> str:
-    """Return the name of a call as it appears in a message."""
+    """Return how a message refers to a call: by its label or, if it has none, by its quoted name."""
     return f"the {label_of(name)}" if name in _tensors else f"'{name}'"

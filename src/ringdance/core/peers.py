@@ -24,7 +24,7 @@ class Peers:
     """Exchanges notes (JSON objects with a ``kind``) with the other ranks, and checks on them.
 
     Threads: all methods except ``missing`` run in a step of the engine or in ``Stepper.exclusively``.
-    Posting a note also tests the requests of earlier notes, which two threads must not do concurrently.
+    Posting a note also tests the pending sends of earlier notes, which two threads must not do concurrently.
 
     Args:
         transport: Connects all ranks.
@@ -34,8 +34,8 @@ class Peers:
         recorder: Writes the files that describe stalls.
 
     Attributes:
-        handlers: Handlers by kind of note. Each is called with the sender's rank and the note. The engine
-            and ``EngineEnd`` add their own.
+        handlers: Note handlers by kind. Each is called with the sender's rank and the note. The engine and
+            ``EngineEnd`` add their own handlers.
     """
 
     def __init__(
@@ -74,9 +74,10 @@ class Peers:
                 handler(sender, note)
 
     def pause(self, what: str, seconds: float) -> tuple[str, float]:
-        """Suppress stall reports of all ranks while this rank runs ``what``, for at most ``seconds``.
+        """Suppress stall reports on all ranks while this rank runs ``what``, for at most ``seconds``.
 
-        If ``seconds`` is 0, the pause ends. Returns the previous pause's name and end time (monotonic).
+        If ``seconds`` is 0, the pause ends. Returns the name and end time (monotonic) of the pause that this
+        call replaces.
         """
         before = self._watch.pauses.get(self._transport.rank, (what, 0.0))
         note = {"kind": "pause", "what": what, "seconds": seconds}
@@ -107,7 +108,7 @@ class Peers:
         return text + (f" (Details and stacks: {path})" if path and error is None else ""), error
 
     def _save(self, text: str) -> str | None:
-        """Write the reported stall as JSON and have all ranks write their stacks. Returns the JSON path."""
+        """Write the reported stall to a JSON file, whose path is returned. All ranks write their stacks."""
         stall = self._watch.reported
         assert stall is not None
         self.post_all({"kind": "stacks"})

@@ -2,8 +2,8 @@
 
 One step advances the engine as far as possible without blocking. A thread that waits for a Work makes the
 steps itself, so a lone operation does not need another thread. For asynchronous operations, the engine thread
-makes the steps, but it rests while callers wait. No thread sleeps during a step. If there are several
-callers, one leads and the others follow.
+makes the steps, but it rests while callers wait. No thread sleeps during a step. If several callers wait,
+one of them leads and makes the steps, and the others follow.
 
 A waiting thread first yields the core for some microseconds, then sleeps: on the event count if all peers are
 on this host, otherwise for increasing intervals.
@@ -19,13 +19,13 @@ from ringdance.core.stepping import Stepper
 from ringdance.core.transport.eventcount import yield_core
 
 _IDLE = 0.1
-_FOLLOWER_POLL = 0.02  # because two threads that wait for the same Work share one event
+_FOLLOWER_POLL = 0.02  # followers poll, because two threads that wait for the same Work share one event
 _TRANSIT_SLEEP = 1e-4  # between hosts, MPI moves data only while it is called: longer sleeps stall transfers
 _FIRST_BACKOFF = 5e-5
 
 
 class ProgressEngine:
-    """Steps one engine, on the threads that wait and on its own thread.
+    """Steps one engine, on waiting threads and on a thread of its own.
 
     Attributes:
         asleep: True while the engine thread is resting and has to be woken.

@@ -31,7 +31,7 @@ class StepMark(enum.IntEnum):
 
 
 class Profiler(NamedTuple):
-    """A framework's own profiler, which is told about waits so that it shows them too.
+    """A framework's own profiler, in which waits are recorded so that they appear in its output.
 
     Attributes:
         running: Returns True if the profiler is recording. Takes well under 1 µs.
@@ -47,7 +47,7 @@ _COUNTERS = struct.Struct("<4q").pack_into  # BATCHES, TENSORS, BYTES, WAITED
 
 @dataclass(slots=True)
 class BatchRecord:
-    """The fields that all records of a batch share."""
+    """The fields that are the same each time a batch is recorded."""
 
     set_id: int
     collective: int
@@ -55,8 +55,8 @@ class BatchRecord:
     nbytes: int
 
 
-_RECORDS = 256  # in a flight record
-_SMALL = 64  # maximum number of small batches held back
+_RECORDS = 256  # maximum number of records in a flight record
+_SMALL = 64  # maximum number of small batches whose records are held back
 # Faster as integers than as members of an Enum.
 _SUBMIT, _BATCH, _CHUNK = int(Kind.SUBMIT), int(Kind.BATCH), int(Kind.CHUNK)
 _WAIT, _STEP = int(Kind.WAIT), int(Kind.STEP)
@@ -68,7 +68,7 @@ _U32 = 0xFFFFFFFF
 
 
 class Recorder:
-    """Records in a ring what this rank does. All reports are made from the records.
+    """Records in a ring what this rank does. All reports are made from these records.
 
     Args:
         directory: Directory for flight records. "" for the system's temporary directory.
@@ -80,7 +80,7 @@ class Recorder:
             2 that rounds are recorded too.
         waited: Seconds that threads have waited for results.
         window: The step after which ``words[Word.DETAIL]`` is set, the step after which it is cleared, and
-            the value to set. None if it is not changed by steps.
+            the value to set. None if steps do not change it.
     """
 
     def __init__(self, directory: str = "", ring: Ring | None = None) -> None:
@@ -140,7 +140,7 @@ class Recorder:
         self.words[_WRITTEN] = number + 1
 
     def uncounted(self) -> None:
-        """Remove everything that this engine has exchanged so far from the counters."""
+        """Exclude everything that this engine has exchanged so far from the counters."""
         self._batches, self._tensors, self._bytes, waited = self._first
         self.waited = waited / 1e9
         self._small_batches = self._small_bytes = 0
@@ -185,7 +185,7 @@ class Recorder:
         self.ring.add(_WAIT, label, work.request.set_id, int(seconds * 1e6))
 
     def alone(self, work: Work) -> None:
-        """Record a request that involves only this rank as a batch."""
+        """Record, as a batch, a request that involves only this rank."""
         request = work.request
         nbytes = sum([view.nbytes for view in request.inputs])
         label, began = self.ring.label(label_of(work.name)), int(work.submitted * 1e9)
@@ -194,7 +194,7 @@ class Recorder:
         self.batch(BatchRecord(request.set_id, request.description.kind, label, nbytes), 0, began)
 
     def marks(self) -> list[int]:
-        """Return a list to which to append the times of a batch's phases, or [] if they are not recorded."""
+        """Return a list that collects the times of a batch's phases, or [] if they are not recorded."""
         return [monotonic_ns()] if self.detail else []
 
     def chunks(self, set_id: int, marks: list[int], every: int) -> None:
@@ -222,7 +222,7 @@ class Recorder:
         return steps_text(self.words)
 
     def text(self, what: str) -> None:
-        """Record an event described by a text."""
+        """Record an event that is described by a text."""
         self.ring.add(Kind.TEXT, self.ring.label(what))
 
     def _records(self) -> list[dict[str, Any]]:
@@ -246,7 +246,7 @@ class Recorder:
         return entries
 
     def dump(self, who: Identity, reason: str, pending: list[str], named: bool = True) -> str | None:
-        """Write all records as JSON. Returns the file's path, or None if it was not written.
+        """Write the latest records to a JSON file. Returns its path, or None if it was not written.
 
         Args:
             who: This rank.

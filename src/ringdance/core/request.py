@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 # A state machine: each next() advances it as far as possible without blocking.
 Steps = Generator[None, None, Any]
 TUNE_NAME = "ringdance.tune"
-"""Name of the request by which the ranks exchange their measurements. No thread waits for it."""
+"""Name of the request by which the ranks exchange measurements for tuning. No thread waits for it."""
 
 
 class Collective(enum.IntEnum):
@@ -52,9 +52,9 @@ class ReduceOp(enum.IntEnum):
 class Description:
     """What all ranks must agree on before a request is executed.
 
-    ``shapes`` holds one shape per tensor of the request. For collectives whose first dimension may differ
-    between ranks (allgather, alltoall), shapes omit this dimension. Values that differ from call to call (the
-    first dimension, splits) travel with the exchange.
+    ``shapes`` holds one shape per tensor of the request. If the tensors' first dimension may differ between
+    ranks (allgather, alltoall), shapes omit this dimension. Values that differ from call to call (the first
+    dimension, splits) travel with the exchange.
     ``pattern``: For gradients: which variables have no gradient, or a gradient that consists of rows. See
     ``pattern_of`` in ``training/gradients/lists.py``.
     ``device``: Kind of device that holds a framework's own tensors, "" for NumPy views. See
@@ -92,8 +92,8 @@ class Request:
             description has a ``device``. They must not change until the work is done.
         outputs: Views of the caller's memory that receive the results (for an in-place operation, the
             inputs). If None, the engine allocates them, 64-byte aligned.
-        name: Key that matches this request with the other ranks' requests. If None, requests match by order
-            of submission.
+        name: Key that matches this request with the other ranks' requests. If None, the request is matched
+            by its position in the order of submission.
         set_id: Process set. 0 for all ranks.
         splits: For alltoall only: number of rows for each member (int64), for each tensor in the group.
         ready: On a device, the event after which the inputs hold the data to send.

@@ -1,6 +1,6 @@
-"""The ring: a rank's last records, in memory that other processes on its host can read.
+"""The ring: a rank's latest records, in memory that other processes on its host can read.
 
-Standard library only, so processes that read it start without other packages. Layout, in bytes::
+Uses only the standard library, so that processes that read a ring need no other packages. Layout, in bytes::
 
     0       header: 64 words (int64), see ``Word``; the host's name at 1024, ``pending_name`` at 2048
     4096    labels: length (int32) and UTF-8 bytes of a name; or -length and the label numbers of a list
@@ -30,7 +30,7 @@ RING_NAME = "ringdance-ring"
 
 Label = str | tuple[str, ...]
 RECORD = struct.Struct("<qIHH5II")
-"""Time, label, kind, process set, five values, number."""
+"""Fields of a record: time, label, kind, process set, five values, sequence number."""
 
 _LENGTH = struct.Struct("<i")
 _HEADER, _HOST, _PENDING = 4096, 1024, 2048
@@ -82,7 +82,7 @@ class Kind(enum.IntEnum):
     BATCH = 2  # round, microseconds, collective, bytes (low, high)
     CHUNK = 3  # microseconds of waiting; nanoseconds of copying out, reducing, copying in; count
     WAIT = 4  # a thread's wait for a result: microseconds
-    STEP = 5  # number; 1 or 2 if submissions and chunks are recorded
+    STEP = 5  # number of the step; the value of ``Word.DETAIL``
     TEXT = 6  # an event, described by the label
     ROUND = 7  # round of agreement: number
 
@@ -142,7 +142,7 @@ def memories(pid: int, name: str) -> Iterator[str]:
 
 
 class Who(NamedTuple):
-    """A rank's number, host and process."""
+    """A rank's number, host and process id."""
 
     rank: int
     host: str
@@ -190,7 +190,7 @@ class Ring:
         self._write(_HOST, host, 255)
 
     def pending_name(self, name: str) -> None:
-        """Write the full name of the operation in PENDING. Other operations may have the same label."""
+        """Write the full name of the operation that ``Word.PENDING`` identifies only by its label."""
         self._write(_PENDING, name, 2047)
 
     def _write(self, at: int, text: str, most: int) -> None:
@@ -267,20 +267,20 @@ class RingReader:
 
     @property
     def pending_name(self) -> str:
-        """The full name of the operation in PENDING."""
+        """The full name of the operation that ``Word.PENDING`` identifies by its label."""
         return self._text(_PENDING, 2048)
 
     def _text(self, at: int, most: int) -> str:
         return bytes(self._view[at : at + most]).partition(b"\0")[0].decode(errors="replace")
 
     def name(self, number: int) -> Label:
-        """Return the label with this number."""
+        """Return the label with this number, or "" if there is none."""
         if number >= len(self.labels):
             self.load_labels()
         return self.labels[number] if number < len(self.labels) else ""
 
     def load_labels(self) -> None:
-        """Read the labels that are new since the last call."""
+        """Read the labels that have been added since the last call."""
         end = _HEADER + self.words[Word.LABELS]
         while self._read_labels < end:
             (length,) = _LENGTH.unpack_from(self._view, self._read_labels)
@@ -298,16 +298,16 @@ class RingReader:
         self._position = self.words[Word.WRITTEN]
 
     def last(self, count: int) -> Iterator[Record]:
-        """Yield the last complete records, oldest first."""
+        """Yield at most ``count`` of the latest complete records, oldest first."""
         self._position = max(0, self.words[_WRITTEN] - min(count, _CAPACITY - _WRITERS))
         return self.read()
 
     def read(self) -> Iterator[Record]:
-        """Yield the records since the last call, oldest first."""
+        """Yield the records that have been written since the last call, oldest first."""
         return records(*self.take())
 
     def take(self) -> tuple[int, bytes]:
-        """Return the number of the first record since the last call, and the records as bytes.
+        """Return the records written since the last call: the number of the first, and all of them as bytes.
 
         Pass both to ``records``. See Note [Sequence numbers].
         """

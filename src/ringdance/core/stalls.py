@@ -1,4 +1,4 @@
-"""Detect stalls: ranks that wait for other ranks.
+"""Detect stalls: ranks that have waited too long for other ranks.
 
 A rank that has waited for some seconds, or has had an asynchronous request pending for that long, asks all
 ranks for their status. Engine threads answer, even while main threads are computing. The waiting rank
@@ -38,8 +38,8 @@ _DEADLOCK = (
 )
 _ANSWER_TIMEOUT = 0.5
 _BUSY_TIMEOUT = 1.5  # for a process that may have to wait for a core, or is on another host
-_LOOK_TIMEOUT = 4.0  # for a rank on another host to examine a silent rank there
-_SAME_ANSWER = 0.1  # seconds to reuse an answer, because examining all threads takes about 20 ms
+_LOOK_TIMEOUT = 4.0  # time for a rank on another host to examine a silent rank there
+_SAME_ANSWER = 0.1  # seconds for which an answer is reused: examining all threads takes about 20 ms
 _RECHECK = 1.0  # seconds until the next inquiry after one that found nothing wrong
 _MOST_PATIENCE = 120.0
 _Report = tuple[str | None, type[StallError] | None]
@@ -82,7 +82,7 @@ class StallWatch:
         With the default ``stall_check_time``, other ranks may be late by the longest of three times: the
         median of the last nine step times, 1.5 times this rank's longest computation between two exchanges
         (among the last 16), and the time that this rank computed before it started to wait. For example, if
-        all ranks compile for a minute, some need a few seconds longer than others. This time is limited to
+        all ranks compile for a minute, some need a few seconds longer than others. The allowance is at most
         two minutes.
     """
 
@@ -114,9 +114,9 @@ class StallWatch:
         """Return this rank's answer to an inquiry. The answer is reused for a tenth of a second.
 
         Its fields: ``pending``: Set and name of each request. ``labels``: See ``labels_of``. ``due``: Sets in
-        which this rank is entering rounds. ``waiting``: True if a thread is waiting. ``joined``: True if a
-        join is pending. ``threads``: See ``stacks.thread_locations``. ``after``: See ``Recorder.steps_text``.
-        ``blocked``, ``still`` and ``quiet``: See ``Callers.status``.
+        which this rank is in a round or will enter one. ``waiting``: True if a thread of this rank is
+        waiting. ``joined``: True if a join is pending. ``threads``: See ``stacks.thread_locations``.
+        ``after``: See ``Recorder.steps_text``. ``blocked``, ``still`` and ``quiet``: See ``Callers.status``.
         """
         if time.monotonic() < self._status[0] + _SAME_ANSWER:
             return self._status[1]
@@ -139,7 +139,7 @@ class StallWatch:
         return status
 
     def on_status(self, sender: int, note: dict[str, Any]) -> None:
-        """Store another rank's answer."""
+        """Store another rank's answer to the current inquiry."""
         labels.adopt(note.get("labels", {}))
         if self._inquiry is not None:
             self._inquiry.answers[sender] = note
@@ -191,7 +191,7 @@ class StallWatch:
     def _oldest(
         self, sets: list[ProcessSetState], now: float
     ) -> tuple[ProcessSetState, Work | Transfer, float] | None:
-        """Return the request or message that has been waited for longest, or None."""
+        """Return the request or message that has been waited for longest, with its set and age, or None."""
         waiting: list[tuple[ProcessSetState, Work | Transfer, float]] = [
             (t.state, t, now - t.waited_since) for t in list(self._callers.transfers.values())
         ]
@@ -208,7 +208,7 @@ class StallWatch:
         return max(waiting, key=lambda item: item[2])
 
     def _pending_since(self, state: ProcessSetState, work: Work) -> float | None:
-        """Return when a thread started to wait for a request or, if asynchronous, when it was submitted."""
+        """Return when a thread started to wait for a request, or when it was submitted if asynchronous."""
         if work.waited_since and self._callers.waits_in(state.set_id):
             return work.waited_since
         return work.submitted if state.pending.eager_since is not None else None
@@ -281,7 +281,7 @@ class StallWatch:
         if not 0 < limit <= inquiry.seconds + 0.001 or len(statuses) < self._transport.size:
             return False
         seconds = deadlocked_for(self._sets.ranks(), statuses)
-        # All must have been quiet for longer than this inquiry took, so all were blocked at the same time.
+        # All ranks must have been blocked for longer than this inquiry took, and thus at the same time.
         quiet = min(status["quiet"] for status in statuses.values())
         if quiet >= limit and seconds > max(limit / 4, now - inquiry.asked):
             return True
@@ -319,7 +319,10 @@ class StallWatch:
         )
 
     def look(self, rank: int, before: CpuSample | None = None) -> dict[str, Any]:
-        """Examine a rank on this host from outside. Returns a note with ``text`` and ``stacks`` (or "")."""
+        """Examine a rank on this host from outside.
+
+        Returns a note with a description (``text``) and the rank's ``stacks``, which are "" if unknown.
+        """
         state, pid = self._transport.state(rank), self._transport.identities[rank].pid
         here = state == "running" and pid != os.getpid()
         # Describe the threads before calling stacks_of, whose signal wakes the process.
@@ -341,7 +344,7 @@ class StallWatch:
     def _ask_neighbours(self, inquiry: _Inquiry, silent: list[int]) -> bool:
         """Ask ranks that answered to examine silent ranks on their hosts.
 
-        Returns True until all of them have replied.
+        Returns True while any of their replies is missing.
         """
         who = self._transport.identities
         for rank in silent:
@@ -374,4 +377,4 @@ def _count(state: ProcessSetState) -> int:
     window = state.transport.window
     if window is not None and state.transport.one_host:
         return window.count
-    return state.exchange.context.achieved  # shared by all sets: between hosts, a set has no counter
+    return state.exchange.context.achieved  # for all sets together: a set that spans hosts has no counter

@@ -35,7 +35,7 @@ class Stepper:
 
     Attributes:
         sets: The process sets.
-        context: Counters of the engine's exchanges.
+        context: State that the engine's exchanges share.
         callers: The threads that are waiting, and what they are waiting for.
         peers: The other ranks.
         end: Whether and how the engine has ended.
@@ -57,7 +57,8 @@ class Stepper:
     def step(self) -> bool:
         """Advance all process sets without blocking, unless another thread is in a step.
 
-        Returns True if any made progress. After every 32nd such step, the peers are checked if it is time.
+        Returns True if any set made progress. After every 32nd such step, the peers are checked if a check
+        is due.
         """
         me, taken = object(), self._taken
         try:  # as in try_exclusively, but without calls, because waiting threads run this constantly
@@ -109,7 +110,7 @@ class Stepper:
                 for device in state.exchange.devices.values():
                     device.check()
             if not end.closed and (lost := peers.lost()):
-                peers.read_notes()  # an earlier note from the lost rank says more
+                peers.read_notes()  # the lost rank may have sent a note with the reason
                 if not end.closed:
                     end.fail_lost(lost)
             if end.closed:

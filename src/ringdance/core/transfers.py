@@ -13,11 +13,11 @@ _LAST_S = 1.0  # seconds to wait for messages that a rank sent before it left it
 
 
 class Transfer:
-    """A message between two ranks. It is used like the engine's Works.
+    """A message between two ranks. Can be used like a ``Work`` of the engine.
 
     Args:
         engine: This rank's ``Engine``.
-        pending: The transport's request.
+        pending: The transport's ``Transfer``.
         state: The process set's ``ProcessSetState``.
         verb: "send" or "receive".
         nbytes: Size of the message.
@@ -53,8 +53,8 @@ class Transfer:
         """Return True if the message has been sent or received. Never blocks.
 
         Raises:
-            RuntimeError: The transfer failed, the other rank has left the group without it, or the engine has
-                ended.
+            RuntimeError: The transfer failed, the other rank has left the group without making the matching
+                call, or the engine has ended.
         """
         if self._is_done or not self._testing.acquire(blocking=False):
             return self._is_done
@@ -74,13 +74,13 @@ class Transfer:
         return self._is_done
 
     def when_done(self, call: Callable[[], None]) -> None:
-        """Do nothing: a message completes only when its state is queried."""
+        """Do nothing, because a message completes only when ``done`` is called."""
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until the message is sent or received. The stall check covers this wait.
 
         Raises:
-            ProcessSetRemovedError: The other rank has destroyed the group without making its side's call.
+            ProcessSetRemovedError: The other rank has destroyed the group without making the matching call.
         """
         began, waits, me = time.monotonic(), self._engine.callers.transfers, object()
         self.complete, self.waited_since, self.thread = False, began, threading.get_ident()

@@ -26,7 +26,7 @@ def exchange_for(
 
     Args:
         transport: The communicator.
-        chunk_bytes: Size of the largest chunk that is reduced at a time.
+        chunk_bytes: Maximum size, in bytes, of the chunk that is reduced at a time.
         small_bytes: Batches up to this size are exchanged with the lowest latency.
         context: Counts progress.
         fixed_order: If True, reduce every element in the same order (within a host by rank, then host by

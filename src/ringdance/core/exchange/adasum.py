@@ -1,4 +1,4 @@
-"""Adasum combines gradients depending on how far they agree (Maleki et al., 2020, arXiv:2006.02924).
+"""Adasum combines gradients according to how well they agree (Maleki et al., 2020, arXiv:2006.02924).
 
 Two vectors a, b become (1 - a·b / 2|a|²) a + (1 - a·b / 2|b|²) b: their sum if orthogonal, their average if
 parallel. 2^k ranks combine their vectors pairwise in k levels, separately for each tensor.
@@ -31,7 +31,7 @@ def combine_pair(a: Array, b: Array) -> Array:
 
 
 def adasum(exchange: Exchange, source: Array, out: Array, prescale: float, postscale: float) -> Steps:
-    """Reduce the flat array ``source`` of floats over all members. Their number must be a power of two."""
+    """Reduce a flat array of floats over all members. The number of members must be a power of two."""
     own: Array = source.astype(np.float64 if source.dtype == np.float64 else np.float32)
     if prescale != 1.0:
         np.multiply(own, own.dtype.type(prescale), own)

@@ -206,7 +206,7 @@ class Reduction:
             self._finish(total, total)
 
     def alone(self, source: Array, out: Array) -> None:
-        """Reduce over a single rank, which only scales."""
+        """Reduce the data of a single rank, which means that they are only scaled."""
         if self.prescale == 1.0 and self.plain:
             if out is not source:
                 out[...] = source
@@ -225,7 +225,7 @@ def reduction(dtype: str, operation: ReduceOp, prescale: float, postscale: float
 
 @lru_cache(maxsize=1024)
 def two_stages(how: Reduction, members: int, host_sizes: tuple[int, ...]) -> tuple[Reduction, Reduction]:
-    """Return how to reduce inside a host, then across hosts.
+    """Return the two reductions that replace one over all ranks: inside a host, then across hosts.
 
     For averages of 16-bit floats, the first stage returns the host's mean, which stays in range even if the
     sum would not. Across hosts, the means are weighted by the number of ranks. For all other reductions, the

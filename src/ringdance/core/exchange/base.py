@@ -27,7 +27,7 @@ class Context:
 
     Attributes:
         achieved: Grows whenever anything makes progress. While it does not grow, the progress engine sleeps.
-        in_transit: Number of exchanges that are waiting for other hosts. Long sleeps would stall their data.
+        in_transit: Number of exchanges that are waiting for other hosts. Long sleeps would stall them.
         recorder: Receives a record of each chunk while ``recorder.words[Word.DETAIL]`` is set.
         make_device: Makes the exchange for tensors on a device. Set by the framework's binding.
         on_thread: Runs a call that may block, while the other process sets continue to be stepped.
@@ -59,7 +59,7 @@ def as_bytes(array: Array) -> Array:
 def copy_range(
     views: Sequence[Array], bounds: Sequence[int], start: int, stop: int, buffer: Array, outward: bool
 ) -> None:
-    """Copy bytes [start, stop) of the row that ``views`` form to the buffer, or back if ``outward``."""
+    """Copy bytes [start, stop) of the row that ``views`` form to ``buffer``, or back if ``outward``."""
     if len(views) == 1:  # this fast path takes only a fifth of the time
         if outward:
             views[0][start:stop] = buffer[: stop - start]
@@ -101,7 +101,7 @@ class Exchange(abc.ABC):
 
     @abc.abstractmethod
     def set_chunks(self, chunk_bytes: int, wire_bytes: int) -> None:
-        """Change the chunk sizes of all-reduces. All members must do the same, with nothing in flight."""
+        """Change the chunk sizes of all-reduces. All members must do so while nothing is in flight."""
 
     @abc.abstractmethod
     def allreduce(self, inputs: Sequence[Array], outputs: Sequence[Array], how: Reduction) -> Steps:
@@ -132,7 +132,7 @@ class Exchange(abc.ABC):
         """Reduce flat ``source``. Member i receives ``rows[i]`` elements of the result in ``output``."""
 
     def gather_words(self, words: Sequence[int]) -> Steps:
-        """Return the list of every member's ``words`` (int64, the same number on all members)."""
+        """Return a list of all members' ``words`` (int64). All members must pass equally many words."""
         own = np.array(words, np.int64)
         table = np.empty((self.size, len(words)), np.int64)
         table[self.rank] = own
@@ -141,7 +141,7 @@ class Exchange(abc.ABC):
         return table.tolist()
 
     def gather_bytes(self, payload: bytes) -> Steps:
-        """Return the list of every member's ``payload``."""
+        """Return a list of all members' payloads, whose lengths may differ."""
         lengths = [row[0] for row in (yield from self.gather_words([len(payload)]))]
         payloads = [np.empty(length, np.uint8) for length in lengths]
         payloads[self.rank] = np.frombuffer(payload, np.uint8)
@@ -166,7 +166,7 @@ class Exchange(abc.ABC):
         yield from self.stream(views if self.rank == root else [], lengths, receives)
 
     def copy(self, source: Array, target: Array) -> Steps:
-        """Copy an array locally, in steps, because filling 1 GB of newly allocated memory takes seconds."""
+        """Copy an array locally, in steps, because filling 1 GB of new memory takes several seconds."""
         source, target = as_bytes(source), as_bytes(target)
         for start in range(0, source.size, _COPY_BYTES):
             if start:
@@ -182,16 +182,16 @@ class Exchange(abc.ABC):
 
     @staticmethod
     def bounds(views: Sequence[Array]) -> list[int]:
-        """Return where each view starts in the row they form, and the row's length."""
+        """Return where each view starts in the row that the views form, and the length of the row."""
         return [0, *accumulate([view.size for view in views])]
 
 
 class DeviceExchange(Protocol):
     """A framework's own communicator for the tensors of one process set that stay on their device.
 
-    Members agree on these requests as on all others, and execute them in the same order. The device decides
-    what "done" means: on a GPU, a Work is done when its exchange is enqueued. The stream that uses the
-    results waits for ``DeviceResults.event``. The host does not wait.
+    Members agree on requests for such tensors as on all others, and all members execute them in the agreed
+    order. What "done" means depends on the device: on a GPU, a Work is done when its exchange is enqueued.
+    The stream that uses the results waits for ``DeviceResults.event``. The host does not wait.
     """
 
     def execute(self, pairs: Sequence[tuple[Description, Request | None]], members: Sequence[int]) -> Steps:

@@ -17,7 +17,7 @@ _LINE = 16  # elements: a cache line of 4-byte numbers
 
 
 class Segment(NamedTuple):
-    """Elements [start, stop) of tensor number ``tensor``, stored at ``at`` to ``end`` in the buffer."""
+    """Elements [start, stop) of tensor number ``tensor``, which occupy [at, end) in the buffer."""
 
     tensor: int
     start: int
@@ -63,7 +63,7 @@ def chunks(sizes: tuple[int, ...], limit: int, members: int) -> tuple[tuple[tupl
         return ()
     even = -(-row // -(-row // limit))
     length = min(limit, -(-even // (_LINE * members)) * _LINE * members)
-    # A block has the same position in all chunks, because two chunks share a buffer at a time, and the
+    # A block has the same position in all chunks, because two chunks use a buffer at the same time, and the
     # results of one must not overlap the inputs of the other.
     offsets = [min(length, -(-(length * i // members) // _LINE) * _LINE) for i in range(members)] + [length]
     plan = []
@@ -74,6 +74,6 @@ def chunks(sizes: tuple[int, ...], limit: int, members: int) -> tuple[tuple[tupl
 
 
 def even_rows(rows: int, members: int) -> list[int]:
-    """Return how many of ``rows`` each member gets from a reducescatter. The first may get one more."""
+    """Return how many of ``rows`` each member gets from a reducescatter. The first ones may get one more."""
     share, rest = divmod(rows, members)
     return [share + (member < rest) for member in range(members)]

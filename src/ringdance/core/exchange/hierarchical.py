@@ -21,7 +21,7 @@ class HierarchicalExchange(MpiExchange):
 
     Each block of a chunk has one owner per host. There are as many blocks as the smallest host has members.
     The remaining members own no block, but take part in the intra-host reduce and all-gather. If there are
-    many hosts, the blocks of several chunks are sent together, see ``Sizes``.
+    many hosts, the blocks of several chunks are sent together (see ``Sizes``).
 
     Args:
         transport: Connects all members.
@@ -46,7 +46,7 @@ class HierarchicalExchange(MpiExchange):
         return self._large_allreduce(inputs, outputs, how)
 
     def _large_allreduce(self, inputs: Sequence[Array], outputs: Sequence[Array], how: Reduction) -> Steps:
-        """While chunks travel between hosts, reduce later chunks and gather earlier ones inside the host."""
+        """Reduce later chunks and gather earlier ones inside the host while chunks travel between hosts."""
         inside, index, sizes = self._inside, self._inside.rank, self._sizes
         in_host, across = two_stages(how, inside.size, self._host_sizes)
         elements = tuple([view.size for view in inputs])

@@ -27,7 +27,7 @@ _Posted = tuple[Pending, Callable[[], None] | None]
 
 
 def sends_to_few(members: int) -> bool:
-    """Return True if MPI's all-reduce sends fewer messages per member than blocks need, and no more bytes.
+    """Return True if MPI's all-reduce needs fewer messages per member than blocks do, and no more bytes.
 
     This holds if the number of members is a power of two. Otherwise, some members send twice as much.
     """
@@ -172,7 +172,7 @@ class ChunkPipeline:
 
 
 class MpiExchange(Exchange):
-    """Uses non-blocking collectives on chunks, so that MPI's counts do not grow with the tensors.
+    """Uses non-blocking collectives on chunks, so that MPI's counts stay small even for large tensors.
 
     Args:
         transport: Connects all members.
@@ -209,12 +209,13 @@ class MpiExchange(Exchange):
         yield from self._pipeline.run([part[-1].end for (part,) in plan], how, load, unload)
 
     def _rounds(self, length: int, row: int, post: Callable[[int, _Memory], _Posted]) -> Steps:
-        """Move rows in rounds, some of them in flight at the same time.
+        """Move rows in rounds, of which up to two are in flight at the same time.
 
         Args:
             length: Length of the longest row, in bytes or elements. The same on all members.
             row: Maximum length of the part of each row that one round moves, in the same unit.
-            post: Starts the round at an offset. The memory passed to it is reused after completion.
+            post: Starts the round that moves the parts at an offset in the rows. The memory passed to it is
+                reused once the round is complete.
         """
         if length <= row:  # one round is enough for most calls
             if length:

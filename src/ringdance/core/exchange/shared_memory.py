@@ -39,7 +39,7 @@ class SharedMemoryExchange(Exchange):
     Args:
         window: The members' shared memory.
         rank, size: This member's position in the reduction order, and the number of members.
-        chunk_bytes: Size of the largest chunk that is reduced at a time.
+        chunk_bytes: Maximum size, in bytes, of the chunk that is reduced at a time.
         small_bytes: Batches up to this size are exchanged with the lowest latency.
         context: Counts progress.
     """
@@ -206,7 +206,7 @@ class SharedMemoryExchange(Exchange):
     def _add_block(
         self, block: Sequence[Segment], buffers: Sequence[Array], inputs: Sequence[Array], how: Reduction
     ) -> None:
-        """Like ``_reduce_block``, for two members and nothing to scale before the sum."""
+        """Like ``_reduce_block``, but for two members, with nothing to scale before the sum."""
         first, second = buffers
         ufunc = how.ufunc
         if self._window.index == 0:

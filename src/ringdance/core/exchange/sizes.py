@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 MIN_BLOCK_BYTES = 256  # minimum chunk size per member of a host: 16 elements of any dtype
 _MESSAGE = 16 << 10  # minimum size of a block in bytes: shorter messages take more CPU time than network time
 _MAX_WIRE = 16 << 20  # maximum number of bytes sent together
-# Far below the limit of MPI's counts, 2^31 bytes. From 4 MiB on, the size hardly matters.
+# Maximum size of a round. Far below the limit of MPI's counts, 2^31 bytes. Beyond 4 MiB, the size hardly
+# matters.
 _MAX_ROUND = 16 << 20
 _LINE = 64  # bytes: a multiple of the size of any dtype
 
@@ -27,13 +28,14 @@ class Sizes:
         small: All-reduces up to this size are flat, and may use MPI's own all-reduce. Negative for none.
         chunk: Size of a chunk within hosts. 0 if all all-reduces are flat.
         flat_chunk: Size of a chunk in a flat all-reduce.
-        wire: Number of bytes sent between hosts at a time: the blocks of some chunks, or a flat chunk.
+        wire: Number of bytes sent between hosts at a time: the blocks of several chunks, or a flat chunk.
         chunks_per_wire: Number of chunks whose blocks are sent together.
         blocks: Number of blocks per chunk: one for each member on the smallest host. 0 if all
             all-reduces are flat.
         min_chunk, max_chunk: Bounds of ``chunk``.
         max_flat_chunk: Upper bound of ``flat_chunk``, for which memory is allocated.
-        first_wire, first_flat_chunk: The values that ``sizes_for`` chose. They are used together.
+        first_wire, first_flat_chunk: The values of ``wire`` and ``flat_chunk`` that ``sizes_for`` chose. As
+            long as ``wire`` has its first value, so does ``flat_chunk``.
     """
 
     small: int
@@ -63,7 +65,7 @@ class Sizes:
         return replace(self, chunk=chunk, flat_chunk=flat_chunk, wire=wire, chunks_per_wire=per_wire)
 
     def row(self, rows: int) -> int:
-        """Return how many bytes of each of ``rows`` rows one round moves: a multiple of any dtype's size.
+        """Return how many bytes one round moves of each of ``rows`` rows. A multiple of any dtype's size.
 
         Used by reducescatter, and for data that are not reduced.
         """
@@ -77,7 +79,7 @@ def sizes_for(
 
     Args:
         members: Number of members.
-        chunk_bytes: Size of the largest chunk that is reduced at a time.
+        chunk_bytes: Maximum size, in bytes, of the chunk that is reduced at a time.
         small_bytes: See ``Sizes.small``.
         largest_chunk: Upper bound, in bytes, for later changes of the chunk size. With a stage within hosts,
             this is the size of each member's buffer.
@@ -102,12 +104,12 @@ def sizes_for(
 
 
 def _wire(members: int, chunk_bytes: int) -> int:
-    """Return how many bytes ``members`` send at a time, so that blocks are not sent as short messages."""
+    """Return how many bytes to send at a time, so that the members' blocks are not short messages."""
     return max(chunk_bytes, min(_MESSAGE * members, _MAX_WIRE))
 
 
 def _block(chunk: int, blocks: int) -> int:
-    """Return the maximum size, in bytes, of a chunk's blocks."""
+    """Return the maximum size, in bytes, of one block of a chunk."""
     return chunk // blocks + MIN_BLOCK_BYTES
 
 

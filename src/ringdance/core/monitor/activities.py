@@ -17,7 +17,7 @@ _ORDER = (WAIT, COPY_OUT, REDUCE, COPY_IN)
 
 
 class Chunk(NamedTuple):
-    """One chunk, or several consecutive ones: start time and duration of each phase, in nanoseconds."""
+    """One chunk, or several consecutive ones: its start time, and the durations of its phases, in ns."""
 
     time: int
     durations: list[int]
@@ -74,6 +74,6 @@ def activities(chunks: Sequence[Chunk], nbytes: Sequence[int]) -> list[list[Span
 
 
 def _phase(chunk: Chunk, number: int) -> tuple[int, int]:
-    """Return the start and end of a chunk's phase."""
+    """Return the start and end of phase ``number`` of a chunk."""
     began = chunk.time + sum(chunk.durations[:number])
     return began, began + chunk.durations[number]

@@ -35,7 +35,7 @@ class ChromeWriter:
         self._events.append(json.dumps({"name": name, "ph": phase, "pid": pid, **event}))
 
     def _timed(self, name: str, phase: str, pid: int, tid: int, when: int, more: str = "") -> None:
-        """Add an event with a time, as most events have. ``json.dumps`` would take five times as long."""
+        """Add an event with a time, without ``json.dumps``, which would take five times as long."""
         quoted = self._quoted.get(name)
         if quoted is None:
             quoted = self._quoted[name] = json.dumps(name)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 _BOOT = "import sys;sys.path.insert(0,sys.argv.pop(1));from ringdance.core.monitor.main import main;main()"
-_WRITING_S = 60.0  # a file of the maximum size takes five seconds
+_WRITING_S = 60.0  # writing a file of the maximum size takes five seconds
 _OTHERS_S = 2.0
 
 
@@ -21,7 +21,7 @@ class MonitorClient:
 
     Args:
         pids: Process ids of the host's ranks.
-        metrics: True if ``metrics`` will be called, which needs this process's stderr for a while.
+        metrics: True if ``metrics`` will be called. The monitor then needs this process's stderr for a while.
 
     Raises:
         OSError: The monitor cannot be started.
@@ -59,9 +59,9 @@ class MonitorClient:
         """Write and serve the ranks' metrics. Does not wait. Problems are reported on stderr.
 
         Args:
-            options: Arguments for ``metrics.Metrics`` except ``readers`` and ``path``.
+            options: Arguments for ``metrics.Metrics`` except ``readers``, ``path`` and ``warn``.
         """
-        with contextlib.suppress(OSError):  # even if the monitor was killed, training continues
+        with contextlib.suppress(OSError):  # if the monitor has been killed, training continues
             self._send(do="metrics", path=sys.path, **options)
 
     def listen(self, others: int) -> dict[str, Any]:

@@ -21,7 +21,7 @@ class _Times(NamedTuple):
 
 
 class CoreUse:
-    """Measures the use, by all programs, of the cores that are available to some processes.
+    """Measures how busy all programs keep the cores that are available to some processes.
 
     Args:
         pids: The processes. All must share this process's quota.

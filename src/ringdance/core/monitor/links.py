@@ -25,7 +25,7 @@ _RATES = 1e-4  # maximum difference between the rates of two clocks
 class Clock:
     """Offset and rate of another host's monotonic clock relative to this host's clock, from round trips.
 
-    The other clock is read after the query is sent and before the answer arrives. This bounds ``ahead``, even
+    The other clock is read after a query is sent and before the answer arrives. This bounds ``ahead``, even
     if one direction takes longer than the other. Two round trips bound the rate. ``ahead`` is the midpoint of
     the bounds from the last half minute, during which the rate barely changes with the temperature.
 
@@ -115,7 +115,7 @@ class Follower:
         self.stopped = self.ended = False
 
     def lacks(self) -> str:
-        """Return why the file lacks some of this monitor's records, or ""."""
+        """Return why the file lacks some of the other monitor's records, or "" if it has all of them."""
         if self.ended and self.clock.known:
             return ""
         if self.ended:
@@ -125,7 +125,7 @@ class Follower:
         return "its monitor was killed, or cannot be reached"
 
     def receive(self) -> bool:
-        """Receive what has arrived. Closes the link and returns False at the end."""
+        """Receive what has arrived. Closes the link and returns False once nothing more is expected."""
         messages, alive = self.frames.receive()
         for message, data in messages:
             if "sent" in message:
@@ -148,7 +148,7 @@ class Follower:
         return False
 
     def names(self) -> str:
-        """Return the other host's known ranks and its name."""
+        """Return the other host's name, with the ranks on it that are known so far."""
         ranks = ", ".join(map(str, sorted(self.rings)))
         host = next((ring.who.host for ring in self.rings.values()), "another host")
         return f"rank {ranks} on {host}" if ranks else host
@@ -175,7 +175,7 @@ class Sender:
         self._sent_labels: dict[int, int] = {}
 
     def commands(self) -> tuple[list[dict[str, Any]], bool]:
-        """Return the commands received, and whether the link is open. Answers clock queries."""
+        """Return the received commands, and whether the link is open. Clock queries are answered here."""
         messages, alive = self.frames.receive()
         now = time.monotonic_ns()
         commands = []

@@ -1,4 +1,4 @@
-"""The monitor's process. It reads the rings of this host's ranks and writes what is requested.
+"""The monitor process. It reads the rings of this host's ranks, and writes the requested files.
 
 The lowest rank of a host starts it without ``site``, so only the standard library is available. Commands
 arrive on stdin, one line of JSON each. ``start`` (``file``, ``detail``, ``anew``), ``stop`` and ``listen``
@@ -168,7 +168,10 @@ class Monitor:
             follower.frames.send({"do": "start", "detail": detail, "anew": anew})
 
     def _stop(self, last: bool = False) -> None:
-        """Complete the file with the records of all hosts. If ``last``, wait for the last ones to arrive."""
+        """Complete the file with the records of all hosts.
+
+        If ``last``, wait even for monitors that have not connected yet.
+        """
         self._set_detail(0)
         if self._trace is None and self._sender is None:
             return

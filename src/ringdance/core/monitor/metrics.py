@@ -68,7 +68,7 @@ class Metrics:
         except OSError as error:
             where = f"{error.filename}: " if error.filename else ""
             self._say(f"{what}: {where}{error.strerror or error}")
-        except Exception as error:  # from a package; the timeline must continue anyway
+        except Exception as error:  # an error in a package must not end the timeline
             self._say(f"{what}: {type(error).__name__}: {error}")
 
     def _say(self, text: str) -> None:

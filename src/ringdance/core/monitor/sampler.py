@@ -1,4 +1,4 @@
-"""Sample the metrics of a host's ranks: counters in their rings' headers, and core, memory and GPU use."""
+"""Sample the metrics of a host's ranks: counters from their rings' headers, and CPU, memory and GPU use."""
 
 from __future__ import annotations
 

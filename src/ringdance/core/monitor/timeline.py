@@ -15,8 +15,8 @@ from ringdance.core.monitor.chrome import ChromeWriter
 from ringdance.core.request import Collective
 from ringdance.core.ring import Kind, Label, Record, Who
 
-# Process ids. Perfetto treats thread 0 as the thread whose number equals the process id, so no process id may
-# equal a rank.
+# First process ids of ranks and of tensors. Perfetto treats thread 0 as the thread whose number equals the
+# process id, so no process id may equal a rank.
 _RANKS, _TENSORS = 1_000_000, 2_000_000
 _THREADS = ("batches", "chunks", "waits", "steps")
 _BATCHES, _CHUNKS, _WAITS, _STEPS = range(4)
@@ -47,8 +47,8 @@ class Timeline:
 
         Args:
             who: The rank.
-            name_of: Returns the label for a number.
-            records: Records in order.
+            name_of: Returns the label with a given label number.
+            records: The records, oldest first.
             offset: Nanoseconds to add to the rank's clock.
             uncertainty: Uncertainty of the offset, in nanoseconds.
             lost: Number of records that were overwritten in the ring just before these.
@@ -121,7 +121,7 @@ class Timeline:
             waiting = self._submitted[rank, record.set_id, name]
             submitted.append(waiting.popleft() if waiting else (0, 0))
         if not any(when for when, _ in submitted):
-            return  # before or after the requested steps
+            return  # not in the steps for which a timeline was requested
         writer.span(
             _RANKS + rank, _BATCHES, kind, began, record.time,
             round=number, bytes=low | high << 32, tensors=len(names), process_set=record.set_id,

@@ -59,10 +59,10 @@ class VectorLayout:
         self.unnamed_field = ((1 << 2 * _DIGESTS) - 1) << self.unnamed_at
         self.piggyback_at = self.unnamed_at + 2 * _DIGESTS
         self.ready_at = self.piggyback_at + 32
-        # The vector of a round in which every pending request is in the cache, and the mask of these fields.
+        # In the bits of ``plain_mask``, the result of a round that has only cache hits equals ``plain``.
         self.plain = CONTINUE | self.everyone << self.misses_at | self.everyone << self.joined_at
         self.plain_mask = self.plain | HAS_UNNAMED
-        self.neutral = (1 << self.piggyback_at) - 1  # every field before the piggybacked entry
+        self.neutral = (1 << self.piggyback_at) - 1  # ones in all fields before the piggyback field
         self.waiting = self.neutral ^ NO_WAITER
 
     def width(self, entries: int) -> int:
@@ -77,7 +77,7 @@ class VectorLayout:
         return field << self.unnamed_at
 
     def equal_unnamed(self, agreed: int) -> int:
-        """Return how many of the first unnamed requests are equal on all members."""
+        """Return how many unnamed requests, starting with the first, are equal on all members."""
         field = agreed >> self.unnamed_at
         different = ~(field ^ field >> _DIGESTS) & _MD
         return ((different & -different).bit_length() - 1) // 32 if different else UNNAMED
@@ -114,9 +114,9 @@ class CacheEntry:
     """A cached request, represented by one bit in the vectors.
 
     Attributes:
-        used: Round in which it was last executed.
-        mismatched: True if members submitted different requests. The entry's bit then means only that a
-            member has submitted one of them.
+        used: Round in which the request was last executed.
+        mismatched: True if members submitted different requests under this name. The entry's bit then means
+            only that a member has submitted one of them.
         piggyback: How its data are piggybacked, or None if they are too large.
     """
 
@@ -133,7 +133,8 @@ class ResponseCache:
     Only agreed events change the cache, so it is identical on all members.
 
     Args:
-        capacity: Maximum number of entries. A new one replaces the least recently used one (by round number).
+        capacity: Maximum number of entries. If the cache is full, a new entry replaces the least recently
+            used one (by round number).
     """
 
     def __init__(self, capacity: int) -> None:

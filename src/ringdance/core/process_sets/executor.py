@@ -36,7 +36,7 @@ class Batch:
     Attributes:
         bits: Ready bits of the entries.
         entries: The entries.
-        names: Their names.
+        names: Names of the entries.
         reduction: How their data are reduced.
         record: Record of the batch.
     """
@@ -79,7 +79,10 @@ class Executor:
     largest: tuple[int, int, int] = (0, 0, 0)
 
     def run_ready(self, ready: int, round_number: int) -> Steps:
-        """Execute the cache entries whose bits are set. Plans that contain only all-reduces are cached."""
+        """Execute the cache entries whose bits are set in ``ready``.
+
+        Plans that contain only all-reduces are cached.
+        """
         pending = self.pending
         plan = None
         if not pending.joined:
@@ -108,7 +111,7 @@ class Executor:
                 work.finish(output)
 
     def _plan(self, slots: list[int]) -> list[Batch] | None:
-        """Return batches of these entries, or None unless all are plain all-reduces."""
+        """Group the entries in these slots into batches. Returns None unless all are plain all-reduces."""
         cached = self.pending.cache.entries
         entries = [entry for slot in slots if (entry := cached[slot]) is not None]
         if any(entry.mismatched or not is_plain(entry.description) for entry in entries):
@@ -133,10 +136,10 @@ class Executor:
         return Batch(bits, entries, names, how, record)
 
     def run_unnamed(self, count: int, round_number: int) -> Steps:
-        """Execute the first ``count`` unnamed requests. If it is 0, the first one is a mismatch."""
+        """Execute the first ``count`` unnamed requests. If ``count`` is 0, the first one is a mismatch."""
         pending = self.pending
         with self.lock:
-            if len(pending.unnamed) < max(1, count):  # given up after this rank sent its vector
+            if len(pending.unnamed) < max(1, count):  # one was given up after the vector was sent
                 raise StallError(pending.removal)
             works = pending.running = [pending.unnamed.popleft() for _ in range(max(1, count))]
         items = [AgreedRequest(work.name, work.request.description, work) for work in works]
@@ -179,7 +182,7 @@ class Executor:
             first, kind = batch[0], batch[0].description.kind
             results: list[Any]
             if first.work is not None and first.work.refusal is not None:
-                results = [[] for _ in batch]  # all members made the same wrong call, and it raised
+                results = [[] for _ in batch]  # all members made the same invalid call, which raised an error
             elif error := self._forbidden(first):
                 results = [error for _ in batch]
             elif kind in _CHANGES and self.change is not None:

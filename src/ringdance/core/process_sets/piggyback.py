@@ -1,6 +1,6 @@
-"""Small all-reduces whose data travel with the vectors: a round is also their exchange.
+"""Small all-reduces whose data travel with the vectors, so that a round of agreement also exchanges the data.
 
-If all members choose the same cache entry, the all-reduce takes one synchronization instead of two.
+If all members choose the same cache entry, its all-reduce takes one synchronization instead of two.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Piggybacking:
     def load(self, ready: int) -> int:
         """Copy the first ready request's data next to the vector if they fit.
 
-        Returns the vector's field that names the cache entry, or 0. Lock: the caller holds the executor's.
+        Returns the vector's field that names the cache entry, or 0. Lock: the caller holds ``executor.lock``.
         """
         pending = self.executor.pending
         entry = self._loaded = pending.cache.entries[(ready & -ready).bit_length() - 1]

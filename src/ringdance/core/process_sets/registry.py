@@ -22,7 +22,7 @@ from ringdance.core.transport.eventcount import EventCount
 from ringdance.errors import ArgumentError, CollectiveError, ProcessSetRemovedError
 from ringdance.settings import Settings
 
-FIRST_GROUP = 1 << 15  # sets known only to their members start here; records have 16 bits for set numbers
+FIRST_GROUP = 1 << 15  # first id of sets known only to their members; records have 16 bits for set ids
 TUNED_CHUNK_BYTES = 2 << 20  # largest chunk that may be chosen while the job runs
 _MIN_BUFFER = 1 << 16  # a few cache lines for each of hundreds of members, however small the chunks are
 
@@ -40,7 +40,10 @@ class RegisteredSet:
 
 
 def buffer_bytes(settings: Settings, tuned: bool = False) -> int:
-    """Return the size in bytes of a rank's buffers in a window, with space for tuning. 0: no window."""
+    """Return the size in bytes of a rank's buffers in a window, 0 for no window.
+
+    ``tuned``: If True, leave space for the largest chunk that tuning may choose.
+    """
     if not settings.window:
         return 0
     most = TUNED_CHUNK_BYTES if tuned and (settings.autotune or settings.tuned) else 0
@@ -203,7 +206,7 @@ class ProcessSets:
                 state.stopping = True
 
     def give_up(self, set_id: int, number: int, why: str, post: _Post) -> bool:
-        """Leave a group and give up a request in it, with all later ones. Returns False if it is not pending.
+        """Leave a group, and give up a request in it and all later ones. Returns False if it is not pending.
 
         Called in steps. A message (``number`` -1) is not a request, so no request that was submitted is given
         up. If a member has submitted the same request and has not read the note yet, both may have agreed to
@@ -251,7 +254,7 @@ class ProcessSets:
         self._find_event_count()
 
     def _change(self, item: AgreedRequest) -> Steps:
-        """Add or remove a set, or tune. All ranks do so in the same order."""
+        """Add or remove a set, or change settings. All ranks make such changes in the same order."""
         detail = item.description.detail
         if item.description.kind == Collective.TUNE:
             return (yield from self._tune(item))

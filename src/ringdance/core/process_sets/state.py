@@ -41,7 +41,7 @@ _MAX_BACKOFF = 0.010
 
 
 class EngineValues(NamedTuple):
-    """Values that can change while the engine runs. Sizes in bytes, times in milliseconds."""
+    """Values that can change while the engine runs. Sizes are in bytes, times in milliseconds."""
 
     fusion_threshold: int
     cycle_time: float
@@ -80,10 +80,10 @@ class ProcessSetState:
         urgent: True if pending requests must start now.
         stopping: True if this rank wants to stop.
         stopped: True once all members have agreed to stop.
-        no_waiter: After the stop, True if no thread was left waiting.
+        no_waiter: After the stop, True if no thread of any member was still waiting.
         leaving: True once this rank has left the group.
         left: Times (monotonic) at which members have left the group, by global rank.
-        why: Why a rank has left the group, if it has not destroyed the group. Otherwise "".
+        why: Why a rank has left the group without destroying it. "" if none has.
     """
 
     def __init__(
@@ -119,13 +119,13 @@ class ProcessSetState:
         self._views: list[tuple[memoryview, list[memoryview]]] = []
 
     def close(self) -> None:
-        """Free the communicators. All members must do so, with nothing in flight."""
+        """Free the communicators. All members must do so while nothing is in flight."""
         for device in self.exchange.devices.values():
             device.close(True)
         self.transport.close(True)
 
     def left_since(self, ranks: Iterable[int]) -> float:
-        """Return when the last of these ranks left the group (monotonic), infinity if not all have."""
+        """Return when the last of these ranks left the group (monotonic), or infinity if not all have."""
         return max(self.left.get(rank, math.inf) for rank in ranks)
 
     def removal(self) -> str:
@@ -142,7 +142,7 @@ class ProcessSetState:
         )
 
     def values(self) -> EngineValues:
-        """Return the current values."""
+        """Return the set's current ``EngineValues``."""
         exchange = self.exchange
         return EngineValues(
             fusion_threshold=self.executor.threshold, cycle_time=self._cycle * 1e3,
@@ -358,7 +358,7 @@ class ProcessSetState:
                     installed.append((slot, entry))
             self.executor.plans.clear()
             pending.look_up_all()
-        # A small cache may not hold all of them. An entry that has already been evicted is a miss again.
+        # A small cache may not hold all these entries. One that has already been evicted is a miss again.
         ready = [slot for slot, entry in installed if pending.cache.entries[slot] is entry]
         yield from self.executor.run_slots(ready, self.rounds)
         return bool(ready)

@@ -9,7 +9,9 @@ from ringdance.core.reports.stall_message import pending_names
 
 
 def deadlocked_for(sets: Mapping[int, Sequence[int]], statuses: Mapping[int, dict[str, Any]]) -> float:
-    """Return how long operations that cannot start have blocked all ranks, negative if they have not.
+    """Return for how many seconds all ranks have been blocked by operations that cannot start.
+
+    The result is negative if the ranks are not all blocked by such operations.
 
     Operations cannot start if no process set has a request that all its members have submitted.
 

@@ -40,7 +40,7 @@ def enable() -> None:
 def stacks_of(pid: int) -> str:
     """Return the stacks of all threads of a process on this host, or "" if they are unknown.
 
-    The first line has the main thread's identifier. A stopped process writes nothing.
+    The first line contains the main thread's identifier. A stopped process writes nothing.
     """
     path = next(memories(pid, _NAME), "")
     if not path or not _handles(pid):

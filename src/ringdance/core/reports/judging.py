@@ -1,4 +1,4 @@
-"""Shared by all tools that judge a training run: thresholds, who waits for whom, the spread of timings.
+"""Helpers of all tools that judge a training run: thresholds, who waits for whom, the spread of timings.
 
 Used by the summary of a job, ``ringdance report``, ``bench`` and ``plan``. Standard library only.
 """
@@ -35,7 +35,7 @@ class Waiting(NamedTuple):
     Attributes:
         slowest: Index of the slowest rank.
         communication: Share of the time that even the slowest rank waits.
-        skew: Share of the time beyond ``communication`` that the other ranks wait for the slowest.
+        skew: Further share of the time that the other ranks wait for the slowest rank.
         longer: Ratio of the slowest rank's own working time to the others'.
     """
 

@@ -1,4 +1,4 @@
-"""Build mismatch errors: ranks have submitted different requests under one name."""
+"""Build the messages of mismatch errors, raised if ranks submit different requests under one name."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ _ORDER = (
 def mismatch_message(
     name: str, who: Sequence[Identity], submitted: Sequence[tuple[Description, str | None] | None]
 ) -> str:
-    """Return the message for all members.
+    """Return the error message, which is the same for all members.
 
     Args:
         name: Name of the requests.
@@ -96,7 +96,7 @@ def mismatch_message(
 def _first_other_shape(
     tensors: Sequence[str], all_of: Sequence[Description]
 ) -> tuple[Callable[[Description], str], str]:
-    """Return a function that shows a group's first shape that differs, and the name of that tensor."""
+    """Return a function that shows the shape of the first tensor that differs, and this tensor's name."""
     index = next(i for i, _ in enumerate(tensors) if len({call.shapes[i] for call in all_of}) > 1)
     return lambda call: _shape(replace(call, shapes=(call.shapes[index],))), f"'{tensors[index]}'"
 

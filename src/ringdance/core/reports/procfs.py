@@ -19,7 +19,7 @@ _COMPUTES = 0.3  # share of a core
 _IN_CALL = ", probably in a call that holds the GIL"
 _LOCKED = "waits for a lock, a queue or another thread"
 _MOST_THREADS = 2
-_PRIVATE = 128  # FUTEX_PRIVATE_FLAG: no other process can wake the thread; a timeout of 0 means none
+_PRIVATE = 128  # FUTEX_PRIVATE_FLAG: no other process can wake the thread; a null timeout means none
 _OPEN, _READ, _WRITE, _FILE_LOCK, _CHILD, _CONNECT, _ACCEPT, _POLL, _LOCK, _SLEEP, _DEVICE = range(11)
 # System call numbers, part of the kernel's stable interface: x86-64, and arm64 (and riscv64).
 _X86 = {
@@ -40,7 +40,7 @@ _WITH_SOCKET = {_CONNECT: "connects to", _ACCEPT: "waits for a connection to", _
 
 
 class CpuSample(NamedTuple):
-    """The time of a sample (seconds of time.monotonic), and the CPU seconds that a thread had used then."""
+    """When a sample was taken (``time.monotonic``), and the CPU seconds that a thread had used until then."""
 
     time: float
     used: float

@@ -14,7 +14,7 @@ from ringdance.errors import UNEVEN_STEPS
 
 _MOST_NAMES = 6
 _MOST_THREADS = 3
-# Work that a single rank often does, by the names of its functions or by what its thread is doing.
+# Recognizes work that a single rank often does, from the names of functions or from what a thread is doing.
 _ONE_RANK_WORK = re.compile(r"eval|valid|checkpoint|save|export|predict|score", re.IGNORECASE)
 _IN_FILE = ("pending", "waiting", "joined", "after", "threads")
 
@@ -79,7 +79,7 @@ class Stall:
         return self.missing or self.unstarted or self.unknown or list(self.behind)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the known facts for a file."""
+        """Return the known facts, for the JSON file about the stall."""
         statuses = {self.rank: self.status, **self.answers}
         return {
             "name": self.name, "process_set": self.set_id, "seconds": round(self.seconds, 3),
@@ -93,7 +93,11 @@ class Stall:
         }  # fmt: skip
 
     def under_way(self, timeout: float) -> bool:
-        """Return True if data are moving, or if all have submitted it and ``idle`` is below ``timeout``."""
+        """Return True if the exchange seems to be making progress.
+
+        This means that data are moving, or that all members have submitted the request and ``idle`` is below
+        ``timeout``.
+        """
         if self.missing or self.unstarted:
             return False
         return self.moving or (not self.unknown and self.idle < timeout)
@@ -105,7 +109,7 @@ def pending_names(status: dict[str, Any], set_id: int) -> list[str]:
 
 
 def stall_message(stall: Stall) -> str:
-    """Return the warning."""
+    """Return the warning about a stall."""
     who, own = stall.identities, _frames(stall.status)
     parts = []
     if stall.missing:
@@ -210,7 +214,7 @@ def _frames(status: dict[str, Any]) -> set[str]:
 def _locations(status: dict[str, Any], others: Collection[str], only_pending: bool = False) -> str:
     """Describe where a rank's threads are: their lines, and their callers' lines.
 
-    If a helper function makes the call on both ranks, show the first caller that the other rank lacks.
+    If a helper function makes the call on both ranks, show the first caller that is not in ``others``.
     """
     shown = []
     for thread in status["threads"][:_MOST_THREADS]:

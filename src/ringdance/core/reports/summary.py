@@ -51,7 +51,7 @@ class Figures(NamedTuple):
 
 
 class RunSummary:
-    """Figures of this rank and, on rank 0 once the ranks agree to stop, of all ranks.
+    """Figures of this rank and, on rank 0 after all ranks have agreed to stop, of all ranks.
 
     Args:
         words: Words of this rank's ring.

@@ -43,7 +43,7 @@ class Pending(Protocol):
 
 
 class Transfer(Pending, Protocol):
-    """Data on their way between two ranks. ``source`` is the sender's rank after they have arrived."""
+    """A message on its way between two ranks. ``source`` is the sender's rank once it has arrived."""
 
     source: int
 
@@ -62,13 +62,13 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class Hierarchy:
-    """The members on several hosts, for reductions inside each host, then across hosts.
+    """How the members are distributed over hosts, for reductions inside each host, then across hosts.
 
     Attributes:
         host_sizes: Number of members on each host. Hosts are in the order of their lowest members.
         buffer_bytes: Size of a member's buffers in a host's window: the smallest over all hosts.
-        cross: Cross-host communicator of the members with this local index, one per host in that order. None
-            if the local index is not below ``min(host_sizes)``.
+        cross: Cross-host communicator of the members with this member's local index, one per host in the
+            order of ``host_sizes``. None if the local index is not below ``min(host_sizes)``.
     """
 
     host_sizes: tuple[int, ...]
@@ -113,7 +113,7 @@ class Transport(abc.ABC):
         return parent.event_count, [group.index(self.identities[i].rank) for i in self.host_group]
 
     def ranks_of(self, comm: Any) -> tuple[int, ...]:
-        """Return the ranks in this communicator, ascending, of the members of a user's communicator.
+        """Return the ranks (in this communicator, ascending) of the members of a user's communicator.
 
         Raises ArgumentError if ``comm`` cannot be used, or has members outside this communicator.
         """
@@ -132,7 +132,7 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def allgather(self, send: Array, receive: Array, counts: Sequence[int]) -> Pending:
-        """Concatenate all ranks' ``send`` (uint8) in ``receive``. ``counts``: Number of bytes from each rank.
+        """Concatenate the ranks' uint8 ``send`` in ``receive``. ``counts``: Number of bytes from each rank.
 
         See Note [Buffer lifetime].
         """
@@ -148,7 +148,7 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def split(self, members: Sequence[int], window_bytes: int) -> Transport | None:
-        """Make a communicator of these ranks. This is collective over all ranks and may block.
+        """Make a communicator of these ranks. The call is collective over all ranks and may block.
 
         Returns None on ranks that are not in ``members``. ``window_bytes`` is the size of each member's
         buffers in a shared-memory window, 0 for no window.
@@ -168,7 +168,7 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def hierarchy(self) -> Hierarchy | None:
-        """Prepare two-stage reductions. This is collective over all members and may block.
+        """Prepare two-stage reductions. The call is collective over all members and may block.
 
         Returns None on all members if nothing would be gained (one host, or one member per host), or if the
         members on some host do not share memory.

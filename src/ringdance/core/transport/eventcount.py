@@ -35,11 +35,11 @@ yield_core = getattr(os, "sched_yield", None) or (lambda: time.sleep(0))
 class EventCount:
     """Lets the ranks of one host wake each other.
 
-    A waiter prepares, checks its condition, then waits or cancels.
+    A waiter calls ``prepare_wait``, checks its condition, then calls ``wait`` or ``cancel_wait``.
 
     Args:
-        words: An int32 memoryview with two words per rank, ``stride`` apart: a counter that each
-            notification increments, and a flag that is set while its owner waits.
+        words: An int32 memoryview with two words for each rank: a counter that each notification increments,
+            and a flag that is set while the rank waits.
         address: Address of ``words[0]`` in this process.
         stride: Distance, in words, between the pairs of two consecutive ranks.
         index: This rank's local index.
@@ -86,7 +86,7 @@ class EventCount:
         self.words[self._own + 1] = 0
 
     def wait(self, seen: int, seconds: float) -> None:
-        """Wait for a notification since ``prepare_wait`` returned ``seen``, for at most 20 ms."""
+        """Wait at most 20 ms for a notification that is sent after ``prepare_wait`` returned ``seen``."""
         seconds = min(seconds, 0.02)
         if HAVE_FUTEX:
             word = ctypes.c_void_p(self._address + 4 * self._own)

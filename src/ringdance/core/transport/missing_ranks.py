@@ -1,8 +1,8 @@
 """Report which ranks have not called ``init()``, before MPI can carry messages.
 
 A rank that waits in ``init()`` names one of its threads ``_MARK``. All processes on its host can read that
-name, and also the environment in which the launcher started the rank. Nothing has to be set up or removed,
-and ranks that have exited or were never started are also detected. Linux only. On other systems, and for
+name, and also the environment in which the launcher started the rank. Nothing has to be set up or cleaned
+up, and ranks that have exited or were never started are also detected. Linux only. On other systems, and for
 ranks on other hosts, the report names no ranks.
 """
 

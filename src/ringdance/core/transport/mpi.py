@@ -187,7 +187,7 @@ class MpiTransport(Transport):
         status = self._mpi.Status()
         while True:
             try:
-                Incoming.match_all()  # a sender may be waiting for this while this rank waits for another one
+                Incoming.match_all()  # a sender may be waiting for this rank, and this rank for another
                 message = self._notes.Improbe(tag=1, status=status)
             except self._mpi.Exception as error:
                 if self.lost(error) is None:
@@ -264,14 +264,14 @@ def _check_length(buffer: Array) -> None:
 
 
 def has_room(free: int, count: int, vector_bytes: int, window_bytes: int) -> bool:
-    """Return True if ``free`` bytes are enough for the window of ``count`` ranks, and for the library."""
+    """Return True if ``free`` bytes are enough for the window of ``count`` ranks, and for MPI itself."""
     return free > 2 * window_size(count, vector_bytes, window_bytes)
 
 
 def free_shared_memory() -> int:
     """Return the number of free bytes in this host's /dev/shm."""
     free = linux.shared_memory()
-    return free if free >= 0 else 1 << 62  # it does not exist: the library keeps shared memory elsewhere
+    return free if free >= 0 else 1 << 62  # no /dev/shm: MPI keeps shared memory elsewhere
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ import numpy as np
 from ringdance.core.transport.base import Array
 
 _in_flight: set[MpiPending] = set()
-"""Posted and incomplete operations, with their buffers, of all engines of this process.
+"""Posted and incomplete operations, with their buffers, of all engines in this process.
 
 MPI cannot cancel a collective. It may write to the buffers even after the engine that posted the collective
 has failed and nothing else refers to them.
@@ -51,7 +51,7 @@ class MpiTransfer(MpiPending):
 
 
 class Incoming:
-    """A receive that is posted once its message has arrived and the message's size is therefore known.
+    """A receive that is posted only after its message has arrived, when the message's size is known.
 
     Between two processes on a host, Open MPI copies the whole message before it raises an error. A message
     that is too long for the buffer would overwrite the memory after the buffer.
@@ -64,7 +64,7 @@ class Incoming:
         tag: Tag of the message.
     """
 
-    _unmatched: ClassVar[list[Incoming]] = []  # in the order of the calls, by which MPI matches messages
+    _unmatched: ClassVar[list[Incoming]] = []  # in call order, because MPI matches messages in that order
     _matching = threading.Lock()
 
     def __init__(self, mpi: Any, comm: Any, buffer: Array, source: int, tag: int) -> None:
@@ -113,7 +113,7 @@ class Incoming:
         if cls._unmatched and cls._matching.acquire(blocking=False):
             try:
                 for incoming in list(cls._unmatched):
-                    if incoming in cls._unmatched:  # not posted in this pass
+                    if incoming in cls._unmatched:  # not yet posted in this pass
                         incoming.match()
             finally:
                 cls._matching.release()

@@ -41,7 +41,7 @@ def world_transport(
         window_bytes: Size of each rank's buffers in a host's window. 0 for no window.
         vector_bytes: Length of the longest agreement vector.
         common: Values that must be equal on all ranks, by name.
-        least_bytes: Replaces ``window_bytes`` on all ranks if a host has no room for the larger windows.
+        least_bytes: Replaces ``window_bytes`` on all ranks if a host has no room for windows of that size.
         timeout: Seconds after which a warning says which ranks are missing.
         threads: If True, request multithreading support from MPI.
 
@@ -65,7 +65,7 @@ def wait_for_restart(comm: Any, peers: Sequence[Identity], timeout: float, limit
     """Wait until all ranks of a job that has ended are ready to restart it.
 
     Args:
-        comm: Argument of ``world_transport``. If it is a list of ranks, return without waiting.
+        comm: The ``comm`` argument of ``world_transport``. If it is a list of ranks, return without waiting.
         peers: Ranks of the ended job.
         timeout: Seconds after which a warning says which ranks are missing.
         limit: Maximum seconds to wait.
