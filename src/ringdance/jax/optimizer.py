@@ -58,7 +58,7 @@ def _of_all_ranks(name: str, key: str, given: Any, process_set: ProcessSet) -> A
     if not callable(given) or key not in ("value_fn", "grad_fn"):
         return given
 
-    @functools.wraps(given)  # optax passes the arguments that the signature lists.
+    @functools.wraps(given)  # optax inspects the signature to choose arguments.
     def everywhere(params: Any, *args: Any, **kwargs: Any) -> Any:
         if key == "value_fn":
             params = _with_mean_gradient(params, f"{name}.{key}.gradient", process_set)
