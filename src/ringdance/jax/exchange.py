@@ -121,7 +121,7 @@ def is_traced(values: Sequence[Any]) -> bool:
 
 
 def in_program(values: Sequence[Any]) -> bool:
-    """Return True if an exchange of these values (or constants) is part of a program that is being traced."""
+    """Return True if an exchange of these values (even constants) becomes part of a program being traced."""
     return is_traced(values) or (not _private.no_trace() and is_traced([jax.numpy.zeros(())]))
 
 

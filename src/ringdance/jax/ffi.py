@@ -117,7 +117,7 @@ def available() -> bool:
 
 
 def _handle(frame: Any) -> int | None:
-    """Serve one call from XLA. Return an error object, or None."""
+    """Handle a call from XLA. Returns an error object, or None on success."""
     try:
         call = frame.contents
         extension = call.extension_start

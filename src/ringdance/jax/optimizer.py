@@ -51,7 +51,7 @@ _with_mean_gradient.defvjp(
 
 
 def _of_all_ranks(name: str, key: str, given: Any, process_set: ProcessSet) -> Any:
-    """Replace an extra argument of ``update`` so that optax uses its mean over the ranks."""
+    """Replace the extra argument ``key`` of ``update``, so that optax uses its mean over the ranks."""
     mean = functools.partial(mean_of, name=f"{name}.{key}", process_set=process_set)
     if key in ("value", "grad"):
         return mean(given)

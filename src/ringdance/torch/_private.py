@@ -67,7 +67,8 @@ def has_run_backward() -> bool:
     Always returns False in a process that uses ``torch.distributed``.
     """
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if distributed or "ringdance.torch.backend" in sys.modules:  # Pipeline training averages no gradients.
+    # In pipeline-parallel training, which uses torch.distributed, gradients are not averaged over the ranks.
+    if distributed or "ringdance.torch.backend" in sys.modules:
         return False
     tasks: list[int] = []
     with torch.enable_grad():

@@ -83,7 +83,7 @@ class StateHandler:
         self.value.load_state_dict(broadcast_object(self.value.state_dict(), name="elastic.object"))
 
     def set_value(self, value: Any) -> None:
-        """Handle another object from now on, and save its state."""
+        """Replace the object, and save the state of the new object."""
         self.value = value
         self.save()
 

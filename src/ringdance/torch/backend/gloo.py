@@ -121,7 +121,7 @@ def world(
         common: Values that must be equal on all ranks, by name.
 
     Raises:
-        SettingError: A value in ``common`` differs. Raised on all ranks.
+        SettingError: A value in ``common`` differs between ranks. Raised on all ranks.
     """
     store = dist.PrefixStore(f"job {next(_jobs)}", store)  # The job number is the same on all ranks.
     # Processes with the same identifier from host_and("pid") can share memory and see each other's PIDs.

@@ -136,7 +136,7 @@ class GroupWork(dist.Work):
         return True
 
     def _give_up(self, given: float) -> None:
-        """Raise DistBackendError. If the caller gave no timeout (``given`` is 0), also make the group fail.
+        """Raise DistBackendError if the caller passed a timeout (``given``). Otherwise, make the group fail.
 
         After the group's timeout, the request is still in flight and uses the caller's memory, and a late
         peer would match it with a later call. Therefore, later calls cannot be trusted.

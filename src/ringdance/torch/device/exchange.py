@@ -35,7 +35,7 @@ _aborted: list[Any] = []  # Aborted groups, kept alive because their unfinished 
 
 
 def exchanges(kind: Collective, operation: ReduceOp, scales: tuple[float, float], dtype: torch.dtype) -> bool:
-    """Return True if torch's communicators give the same results as the engine. If not, use the host.
+    """Return True if torch's communicators give the same results as the engine for calls of this kind.
 
     The communicators do not average integers exactly, and may drop NaN in Min and Max.
     """
