@@ -52,7 +52,7 @@ drop_tokens: Callable[[], Any] = getattr(_find("dispatch", "runtime_tokens"), "c
 no_trace: Callable[[], bool] = _find("core", "trace_state_clean", bool)
 
 # jax._src.sharding_impls.SPMDAxisContext: the axis context in which shard_map and pmap lower a program.
-# Without it, a collective within them fails with an error from JAX instead of our explanation.
+# Without it, a collective within them fails with an error from JAX instead of our own message.
 SPMDAxisContext: Any = _find("sharding_impls", "SPMDAxisContext", ())
 
 # jax._src.callback._callback_op_sharding: lets a program for several devices of this process call Python

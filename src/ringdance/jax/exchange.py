@@ -40,7 +40,7 @@ Shapes = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class JaxCall:
-    """A call and the other values that are static in a JAX program. Hashable.
+    """A collective call, with all values that are static in a JAX program. Hashable.
 
     Args:
         call: The collective and its options.
@@ -121,19 +121,19 @@ def is_traced(values: Sequence[Any]) -> bool:
 
 
 def in_program(values: Sequence[Any]) -> bool:
-    """Return True if an exchange of these values (or constants) is part of a program that is being traced."""
+    """Return True if an exchange of these values (even constants) becomes part of a program being traced."""
     return is_traced(values) or (not _private.no_trace() and is_traced([jax.numpy.zeros(())]))
 
 
 def eager(what: JaxCall, values: Sequence[Any]) -> list[Any]:
-    """Run an exchange immediately. First waits for programs in the background, to keep the calls in order."""
+    """Run an exchange immediately. First waits for running programs, to keep the calls in order."""
     settle()
     results = run(what, tuple([array_of(value) for value in values]))
     devices = [*values, *[None] * (len(results) - len(values))][: len(results)]
     return [from_array(result, like) for result, like in zip(results, devices, strict=True)]
 
 
-# JAX 0.7 does not have this argument and always returns the token.
+# In JAX 0.7, emit_python_callback does not have the argument returns_token and always returns the token.
 _known = inspect.signature(mlir.emit_python_callback).parameters
 _RETURNS_TOKEN = {"returns_token": True} if "returns_token" in _known else {}
 
@@ -183,7 +183,7 @@ def _sharding(ctx: Any) -> Any:
         )
     if _devices(ctx) == 1:
         return None
-    # Before JAX 0.10, XLA's partitioner does not place the token that keeps exchanges in order.
+    # Before JAX 0.10, XLA's partitioner cannot place the token that keeps exchanges in order.
     if jax.__version_info__ < (0, 10) or _private.one_device_of is None:
         raise ArgumentError(
             "With this version of JAX, a program with a collective must run on one device of this process. "
@@ -229,7 +229,7 @@ def _call_from_xla(text: str, inputs: list[Array], outputs: list[Array]) -> None
 
 
 _Span = jax.profiler.TraceAnnotation
-# is_enabled is not documented. Without it, each wait creates a span, which itself checks whether the profiler
+# is_enabled is undocumented. Without it, each wait creates a span, which itself checks whether the profiler
 # is recording.
 session.add_profiler(Profiler(getattr(_Span, "is_enabled", lambda: True), _Span))
 ffi.set_handler(_call_from_xla)

@@ -117,7 +117,7 @@ def available() -> bool:
 
 
 def _handle(frame: Any) -> int | None:
-    """Serve one call from XLA. Return an error object, or None."""
+    """Handle a call from XLA. Returns an error object, or None on success."""
     try:
         call = frame.contents
         extension = call.extension_start
@@ -136,7 +136,7 @@ def _handle(frame: Any) -> int | None:
 
 
 def _fill(metadata: Any) -> None:
-    """Write the interface version that this handler implements."""
+    """Set the interface version that this handler implements in ``metadata``."""
     version = _version()
     assert version is not None
     metadata.api_version.struct_size = ctypes.sizeof(ApiVersion)
@@ -169,7 +169,7 @@ def _addresses(size: int, buffers: int) -> tuple[int, ...]:
 def _views(
     text: str, addresses_in: tuple[int, ...], addresses_out: tuple[int, ...]
 ) -> tuple[list[Array], list[Array]]:
-    """Return views of the inputs and outputs, with the shapes in ``text``."""
+    """Return views of the inputs and outputs, with the shapes and dtypes in ``text``."""
     shapes_in, shapes_out = _shapes(text)
     outputs = [array_at(address, *kind) for address, kind in zip(addresses_out, shapes_out, strict=True)]
     known = dict(zip(addresses_out, outputs, strict=True))

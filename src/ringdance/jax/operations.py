@@ -95,7 +95,10 @@ def _backward(what: JaxCall, shapes: Shapes, received: Any, gradients: tuple[Any
 
 
 def _alltoall_back(call: Call, rows: int, received: Any, gradient: Any) -> Any:
-    """Return the gradient's rows to the ranks that sent them. The gradients of rows not sent are zero."""
+    """Send each row of the gradient back to the rank that sent the input row.
+
+    The gradients of rows that were not sent are zero.
+    """
     splits = None if is_traced((received,)) else tuple(np.asarray(received).tolist())
     if splits is not None and is_traced((gradient,)) and len(set(splits)) == 1:
         splits = None
@@ -132,7 +135,7 @@ def _run(
 
 
 def _shapes(call: Call, values: Values) -> tuple[Shapes, tuple[int, ...]]:
-    """Return the results' shapes if all ranks have equally many rows, and each input's number of rows."""
+    """Return the result shapes for equal numbers of rows on all ranks, and each input's number of rows."""
     if call.keeps_shapes:
         return tuple([value.shape for value in values]), ()
     if not all(value.ndim for value in values):
@@ -259,9 +262,7 @@ def grouped_broadcast(
 def alltoall(
     array: Any, splits: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """Send ``splits[j]`` rows to the set's rank j. Receive rows from every rank, in rank order.
-
-    Differentiable.
+    """Send ``splits[j]`` rows to rank j of the set. Returns received rows in rank order. Differentiable.
 
     Args:
         array: Array with at least one dimension. All dimensions except the first must match across ranks.
@@ -285,7 +286,7 @@ def reducescatter(
     process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Any:
-    """Reduce (Average or Sum) and return this rank's rows.
+    """Reduce ``array`` over all ranks (Average or Sum), and return this rank's share of the rows.
 
     With d rows and n ranks, each rank gets d // n rows, and the first d % n ranks get one more.
     """

@@ -51,14 +51,14 @@ _with_mean_gradient.defvjp(
 
 
 def _of_all_ranks(name: str, key: str, given: Any, process_set: ProcessSet) -> Any:
-    """Replace an extra argument of ``update`` so that optax uses its mean over the ranks."""
+    """Replace the extra argument ``key`` of ``update``, so that optax uses its mean over the ranks."""
     mean = functools.partial(mean_of, name=f"{name}.{key}", process_set=process_set)
     if key in ("value", "grad"):
         return mean(given)
     if not callable(given) or key not in ("value_fn", "grad_fn"):
         return given
 
-    @functools.wraps(given)  # optax passes the arguments that the signature lists.
+    @functools.wraps(given)  # optax inspects the signature to choose arguments.
     def everywhere(params: Any, *args: Any, **kwargs: Any) -> Any:
         if key == "value_fn":
             params = _with_mean_gradient(params, f"{name}.{key}.gradient", process_set)

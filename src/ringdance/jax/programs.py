@@ -76,14 +76,14 @@ def _without_effect(jaxpr: Any) -> Any:
     return jax.make_jaxpr(functools.partial(_program.bind, jaxpr=jaxpr))(*arguments)
 
 
-# The devices whose programs jax.effects_barrier() does not wait for, each with a function that starts another
-# program on the device and returns the result.
+# The devices whose programs jax.effects_barrier() does not wait for, each with a function that starts a
+# trivial program on the device and returns its result.
 _last: dict[Any, Callable[[], jax.Array]] = {}
 _EXIT_SECONDS = 10.0
 
 
 def _may_be_quick(jaxpr: Any, backend: Any) -> bool:
-    """Return True if the program has only our effect and keeps its order without tokens."""
+    """Return True if a program has only our effect and its exchanges stay in order without tokens."""
     return (
         set(jaxpr.effects) == {EFFECT}
         and backend.platform == "cpu"
@@ -143,7 +143,7 @@ def settle() -> None:
 
 
 def _finish() -> None:
-    """Wait for programs that are still running when the script ends. Other ranks wait for their exchanges.
+    """When the script ends, wait for running programs, because other ranks need the exchanges in them.
 
     The time is limited: if other ranks do not take part in the exchanges, this rank must exit so that the
     others notice.

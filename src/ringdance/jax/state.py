@@ -24,7 +24,7 @@ def _is_key(leaf: Any) -> bool:
 def broadcast_parameters(
     params: Any, root_rank: int = 0, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """Return ``params`` with the leaves replaced by those from global rank ``root_rank``.
+    """Return ``params`` with all leaves replaced by the leaves from global rank ``root_rank``.
 
     Arrays, including random keys, are broadcast in one exchange. Other leaves (numbers, strings) are
     broadcast as an object. NumPy arrays of 64-bit types stay NumPy arrays if JAX has these types disabled.

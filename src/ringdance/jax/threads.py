@@ -7,7 +7,7 @@ import os
 from ringdance.training import session
 from ringdance.training.gradients.cores import share_of_cores
 
-# XLA reads both variables. The second one is older.
+# XLA reads both variables. The second one has the older name.
 _VARIABLES = ("PJRT_NPROC", "NPROC")
 
 

@@ -124,7 +124,7 @@ def alltoall(
     tensor: NDArray, splits: Any = None, name: str | None = None, priority: int = 0,
     process_set: ProcessSet = global_process_set,
 ) -> NDArray | tuple[NDArray, NDArray]:
-    """Send ``splits[j]`` rows to the set's rank j. Receive rows from every rank, in rank order.
+    """Send ``splits[j]`` rows to rank j of the set. Returns received rows in rank order.
 
     Args:
         tensor: Array with at least one dimension. All dimensions except the first must match across ranks.
@@ -145,7 +145,7 @@ def reducescatter(
     tensor: NDArray, op: int = Average, name: str | None = None, priority: int = 0,
     process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
 ) -> NDArray:
-    """Reduce (Average or Sum) and return this rank's rows.
+    """Reduce ``tensor`` over all ranks (Average or Sum), and return this rank's share of the rows.
 
     With d rows and n ranks, each rank gets d // n rows, and the first d % n ranks get one more.
     """
@@ -164,7 +164,7 @@ def grouped_reducescatter(
 
 @as_mxnet()
 def join() -> int:
-    """Contribute zeros until all ranks have joined. Return the global rank that joined last."""
+    """Contribute zeros until all ranks have joined. Returns the global rank that joined last."""
     return collectives.join(session.engine())
 
 

@@ -48,7 +48,7 @@ class _Reduction:
         self.compression = compression
 
     def __call__(self, gradients: Sequence[NDArray], names: Sequence[str], suffix: str = "") -> None:
-        """Average gradients. ``names``: parameter names. ``suffix``: text that is unique within the step."""
+        """Average the gradients of the parameters ``names``. ``suffix`` must be unique within the step."""
         pairs = [self.compression.compress(gradient) for gradient in gradients]
         calls = []
         parts = np.array_split(np.arange(len(pairs)), min(self.groups, len(pairs)) or 1)
@@ -63,7 +63,7 @@ class _Reduction:
                 gradient[()] = self.compression.decompress(small, context)
 
     def compare(self, tensors: Sequence[NDArray], names: Sequence[str], suffix: str = "") -> None:
-        """If a comparison is due, compare parameters between ranks. See ``weights``."""
+        """If a comparison is due, compare parameters between ranks. See ``training.gradients.weights``."""
         name, number = f"{self.name}{suffix}", set_id(self.process_set)
         with as_mxnet():
             weights.compare_if_due(name, names, _ADVICE, number, lambda: sample_of(tensors))

@@ -1,7 +1,7 @@
-"""All private names of torch that the binding uses, with the reason and the fallback for each.
+"""Private torch names that the binding uses, each with its purpose and the fallback if it is missing.
 
-These names exist in torch 2.2 to 2.14. They are looked up when this module is imported. If a name is missing,
-the binding uses the fallback described in this file. The tests also cover this case.
+All of them exist in torch 2.2 to 2.14. They are looked up when this module is imported. The tests also cover
+the fallbacks.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 _MESSAGE = "Ringdance's communication between processes cannot be part of a compiled graph"
 
 # torch._C._dynamo.eval_frame: marks a code object so that Dynamo compiles neither its frames nor the frames
-# that they call. This costs nothing per call and does not import torch._dynamo, which takes seconds. If the
-# name is missing, a wrapper applies torch.compiler.disable as soon as torch._dynamo is loaded.
+# that they call. This costs nothing per call and does not import torch._dynamo, which would take several
+# seconds. If the name is missing, a wrapper applies torch.compiler.disable once torch._dynamo is loaded.
 try:
     from torch._C._dynamo import eval_frame as _eval_frame
 
@@ -62,9 +62,13 @@ graph_task: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lamb
 
 
 def has_run_backward() -> bool:
-    """Return True if this process has run a backward pass. Always False if it uses ``torch.distributed``."""
+    """Return True if this process has run a backward pass.
+
+    Always returns False in a process that uses ``torch.distributed``.
+    """
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if distributed or "ringdance.torch.backend" in sys.modules:  # Pipeline training averages no gradients.
+    # In pipeline-parallel training, which uses torch.distributed, gradients are not averaged over the ranks.
+    if distributed or "ringdance.torch.backend" in sys.modules:
         return False
     tasks: list[int] = []
     with torch.enable_grad():
@@ -84,8 +88,8 @@ _queue_callback: Callable[[Callable[[], None]], None] | None = getattr(
 def has_end_callback() -> bool:
     """Return True if a function passed to ``queue_callback`` now would be called.
 
-    False if torch lacks one of these names. Compiled autograd accepts callbacks from code that it has not
-    compiled, but never calls them.
+    Returns False if torch lacks one of the private names, and within compiled autograd, which accepts
+    callbacks from code that it has not compiled but never calls them.
     """
     compiled = sys.modules.get("torch._dynamo.compiled_autograd")
     inside = getattr(compiled, "in_compiled_autograd_region", False)
@@ -98,8 +102,8 @@ def queue_callback(function: Callable[[], None]) -> None:
     _queue_callback(function)
 
 
-# torch._C._current_autograd_node: the autograd node that this thread is running, or None in callbacks at the
-# end of a pass. If the name is missing, these callbacks count as part of the pass.
+# torch._C._current_autograd_node: the autograd node that this thread is running, or None in a callback at the
+# end of a pass. If the name is missing, such callbacks are treated as part of the pass.
 _node: Callable[[], Any] = getattr(torch._C, "_current_autograd_node", lambda: True)
 
 
@@ -109,7 +113,7 @@ def end_is_ahead() -> bool:
 
 
 # BackwardCFunction: its methods run the backward() of each torch.autograd.Function written in Python, with
-# the graph node as ``self``. If the methods are missing, nested passes count as separate passes.
+# the graph node as ``self``. If the methods are missing, nested passes are treated as separate passes.
 _RUNS_BACKWARD = frozenset(
     method.__code__ for method in vars(BackwardCFunction).values() if hasattr(method, "__code__")
 )
@@ -130,27 +134,27 @@ def outermost_function_node() -> Any:
         frame = frame.f_back
 
 
-# Attributes that torch itself reads from optimizers and their step(). If a torch version uses other names,
-# learning rate schedulers warn that step() was not called, and step hooks may run twice.
+# Attributes that torch itself reads from optimizers and their step methods. If a torch version uses other
+# names, learning rate schedulers warn that step() was not called, and step hooks may run twice.
 
 
 def note_step(optimizer: Any) -> None:
-    """Record that ``step()`` was called. Without this, learning rate schedulers warn that it was not."""
+    """Record that ``step()`` was called. Otherwise, learning rate schedulers warn that it was not called."""
     optimizer._opt_called = True
 
 
 def counts_steps(step: Any) -> None:
-    """Mark a ``step`` function as the wrapper with which learning rate schedulers count steps."""
+    """Mark a ``step`` function as the wrapper that counts steps for learning rate schedulers."""
     step._wrapped_by_lr_sched = True
 
 
 def hooks_run_inside(step: Any) -> None:
-    """Mark a ``step`` that calls the base class's ``step``, for which torch already runs the step hooks."""
+    """Mark a ``step`` method as hooked, because the base class's ``step``, which it calls, runs the hooks."""
     step.hooked = True
 
 
-# torch.nn.modules.batchnorm._BatchNorm: the base class of all batch norm layers. If the name is missing, only
-# BatchNorm1d, its subclasses and torch's SyncBatchNorm are converted.
+# torch.nn.modules.batchnorm._BatchNorm: the base class of all batch norm layers. If the name is missing,
+# convert_sync_batchnorm converts only BatchNorm1d, its subclasses and torch's SyncBatchNorm.
 BatchNorm: Any = getattr(torch.nn.modules.batchnorm, "_BatchNorm", torch.nn.BatchNorm1d)
 
 
@@ -167,17 +171,17 @@ def sparse_entries(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 # GradScaler._per_optimizer_states: records which gradients were unscaled since the last update().
 # load_state_dict() does not reset it. If the name is missing and an error occurs between unscale_() and
-# update(), the first unscale_() after the restore raises.
+# update(), the first unscale_() after the state has been restored raises an error.
 def forget_unscaled(scaler: Any) -> None:
     """Make a GradScaler treat all gradients as still scaled. Has no effect on other objects."""
     getattr(scaler, "_per_optimizer_states", {}).clear()
 
 
 def divided_by(tensor: Any) -> str | None:
-    """Return a name for the feature of torch.distributed that has sharded a tensor, or None if it is plain.
+    """Return the name of the torch.distributed feature that sharded a tensor, or None if it is not sharded.
 
     DTensors have the public attribute ``device_mesh``. FSDP1 marks its parameters with the private attribute
-    ``_fsdp_flattened``. If it no longer does, they are treated as plain tensors.
+    ``_fsdp_flattened``. In a torch version without this attribute, they are treated as plain tensors.
     """
     if hasattr(tensor, "device_mesh"):
         return "torch.distributed (it is a DTensor, as with fully_shard)"
@@ -185,12 +189,12 @@ def divided_by(tensor: Any) -> str | None:
 
 
 # torch.autograd.profiler._is_profiler_enabled: True while a torch profiler is recording. If the name is
-# missing, each wait creates a span, which takes microseconds.
+# missing, each wait creates a profiler span, which takes a few microseconds.
 profiler_running: Callable[[], bool] = functools.partial(
     getattr, torch.autograd.profiler, "_is_profiler_enabled", True
 )
 
-# Methods of torch's process groups that were renamed in later versions, with their older names.
+# Older names of the process group methods that later versions of torch have renamed, by their newer names.
 _OLDER = {
     "all_gather_single": "_allgather_base", "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
     "reduce_scatter_single": "_reduce_scatter_base", "all_to_all_single": "alltoall_base",
@@ -199,7 +203,7 @@ _OLDER = {
 
 
 def renamed(group: Any, name: str) -> Any:
-    """Return a method of a process group by its newer name, even if this version of torch uses the older."""
+    """Return the method ``name`` of a process group, which has an older name in earlier torch versions."""
     return getattr(group, name) if hasattr(group, name) else getattr(group, _OLDER[name])
 
 
@@ -214,7 +218,7 @@ _registers_works: Callable[[], bool] = getattr(
 
 
 def register_work(tensors: Sequence[torch.Tensor], work: Any) -> None:
-    """Make ``wait_tensor`` wait for this work when called on these tensors, if this is enabled in torch."""
+    """Make ``wait_tensor`` wait for ``work`` when called on these tensors, if torch's setting allows this."""
     if _registers_works():
         for tensor in tensors:
             _distributed._register_work(tensor, work)

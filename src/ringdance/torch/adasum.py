@@ -18,8 +18,8 @@ from ringdance.training.exports import Adasum
 class AdasumOptimizer(Wrapped):
     """Mixin for Adasum. Each rank takes a local step. Adasum then combines the weight changes of all ranks.
 
-    State such as momentum is local to each rank. If a rank has no gradient for a parameter, its change is
-    zero, so Adasum uses only the other ranks' changes.
+    State such as momentum is local to each rank. If a rank has no gradient for a parameter, the rank
+    contributes a zero change, so Adasum uses only the changes of the other ranks.
     """
 
     def synchronize(self) -> None:

@@ -100,7 +100,7 @@ class SyncBatchNorm(BatchNorm):  # type: ignore[misc]
         ArgumentError: The input has fewer than two dimensions.
     """
 
-    def __init__(  # The arguments are Horovod's.
+    def __init__(  # The same arguments as in Horovod.
         self, num_features: int, eps: float = 1e-5, momentum: float | None = 0.1, affine: bool = True,
         track_running_stats: bool = True,
     ) -> None:

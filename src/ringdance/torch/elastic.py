@@ -24,7 +24,7 @@ __all__ = [
 
 
 class ElasticSampler(ElasticIndices, torch.utils.data.Sampler[int]):
-    """Gives each rank its share of a data set or, after a restart, its share of the rest of the epoch.
+    """Gives each rank its share of a data set or, after a restart, of the samples that remain in the epoch.
 
     Add it to the state, so that it is committed together with the weights::
 
@@ -83,7 +83,7 @@ class StateHandler:
         self.value.load_state_dict(broadcast_object(self.value.state_dict(), name="elastic.object"))
 
     def set_value(self, value: Any) -> None:
-        """Handle another object from now on, and save its state."""
+        """Replace the object, and save the state of the new object."""
         self.value = value
         self.save()
 
@@ -130,7 +130,7 @@ _registry: list[tuple[type, type[StateHandler]]] = [
 
 
 def get_handler_registry() -> list[tuple[type, type[StateHandler]]]:
-    """Return the list of (type, handler class) in which TorchState looks for a handler, in order."""
+    """Return the list of (type, handler class) pairs. For each object, TorchState uses the first match."""
     return _registry
 
 
@@ -200,7 +200,7 @@ class TorchState(ObjectState):
         super().sync()
 
     def reset(self) -> None:
-        """Make samplers distribute the remaining samples again."""
+        """Make samplers distribute the remaining samples among the current ranks."""
         for handler in self._handlers.values():
             handler.reset()
 

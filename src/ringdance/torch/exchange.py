@@ -50,12 +50,12 @@ def submit(
     Args:
         call: Call to submit.
         tensors: Tensors of a grouped call, or one tensor.
-        in_place: If True, the results overwrite the tensors. For GPU tensors, ``copy_back`` must follow.
+        in_place: If True, the results overwrite the tensors. For GPU tensors, call ``copy_back`` afterwards.
         wake: If True, wake the engine thread to start the call. Callers that wait immediately pass False.
         splits: Splits of an alltoall: integers, an int32 tensor, or ``None`` for equal shares.
 
     Raises:
-        ArgumentError: A tensor or an argument is wrong. The other ranks get the same message.
+        ArgumentError: A tensor or an argument is wrong. The other ranks get an error with the same message.
     """
     engine = session.engine()
     try:
@@ -82,7 +82,7 @@ def submit(
 def _submit_device(
     call: Call, engine: Engine, tensors: Tensors, in_place: bool, wake: bool, rows: Sequence[Array] | None
 ) -> Work:
-    """Submit tensors that stay on their device."""
+    """Submit a call on tensors that stay on their device."""
     if in_place:
         for tensor in tensors:
             check_in_place(tensor)
@@ -125,7 +125,7 @@ session.at_init(_at_init)
 
 
 def _listed(call: Call, tensors: Iterable[Tensor], compression: Any = Compression.none) -> list[Any]:
-    """Return a call's tensors as a list. With compression, it contains (compressed tensor, context) pairs."""
+    """Return a call's tensors as a list, or as (compressed tensor, context) pairs if compression is used."""
     try:
         listed = list(tensors)
         if not listed:
@@ -141,7 +141,7 @@ def _listed(call: Call, tensors: Iterable[Tensor], compression: Any = Compressio
 
 
 def _array_of_splits(splits: Any) -> Array:
-    """Return splits as an array. As in Horovod, they are a list or tuple of integers, or an int32 tensor."""
+    """Return splits as an array. Raises ArgumentError for a tensor of any dtype other than int32."""
     if not isinstance(splits, Tensor):
         return np.asarray(splits)
     if splits.dtype is not torch.int32:

@@ -61,15 +61,18 @@ class Gradients:
         self.parameters = parameters
         self.compression = compression
         self.sparse_as_dense = sparse_as_dense
-        # The gradients written by write_back. Weak references, because gradients may be freed at any time.
+        # Gradients that hold the result of an exchange, as weak references, because they may be freed at any
+        # time.
         self._left: dict[int, weakref.ref[Tensor]] = {}
-        self._versions: dict[int, int] = {}  # Versions of these gradients at the end of a step.
+        self._versions: dict[int, int] = {}  # Version counters of the gradients in _left after a step.
         self._copies: dict[int, tuple[Tensor, Any]] = {}
-        self._sent: dict[tuple[int, ...], tuple[Work | Launched, list[Any], Any]] = {}  # Sent on a device.
+        # Arguments of _write_sent for each bucket that was sent without a copy to the host.
+        self._sent: dict[tuple[int, ...], tuple[Work | Launched, list[Any], Any]] = {}
         self._direct: TorchExchange | None = None
         self._opened = 0
         self._delivered: Any = None  # Event recorded after the last bucket was written back.
-        self._agreed: dict[tuple[int, ...], list[torch.dtype]] = {}  # Dtypes of buckets sent in a round.
+        # The dtypes of each bucket that was sent in a round of agreement.
+        self._agreed: dict[tuple[int, ...], list[torch.dtype]] = {}
 
     @property
     def on_device(self) -> bool:
@@ -77,11 +80,11 @@ class Gradients:
         return any_by_torch(self.parameters)
 
     def nbytes(self, index: int) -> int:
-        """Return the size of the gradient in bytes."""
+        """Return the size of a parameter's gradient in bytes."""
         return self.parameters[index].nbytes
 
     def sample(self, indices: Sequence[int], names: Sequence[str]) -> tuple[list[str], Array]:
-        """Return the parameters' names (index and shape if unnamed) and a sample of their elements."""
+        """Return parameter names (index and shape if unnamed) and a sample of elements to compare."""
         parameters = [self.parameters[index] for index in indices]
         shown = [
             f"parameter {index}, of shape {tuple(parameter.shape)}" if ".noname." in name else name
@@ -113,23 +116,26 @@ class Gradients:
         return unreduced
 
     def forget(self) -> None:
-        """Forget which gradients are results of an exchange, because all gradients were cleared."""
+        """Stop treating gradients as results of an exchange. Called when all gradients are cleared."""
         self._left.clear()
 
     def settle(self) -> None:
-        """Note the end of a step. Later changes to reduced gradients belong to the next step."""
+        """Record the end of a step. Later changes to reduced gradients belong to the next step."""
         left = {index: reference() for index, reference in self._left.items()}
         self._versions = {index: _version_of(grad) for index, grad in left.items() if grad is not None}
 
     def forget_changed(self) -> None:
-        """No longer treat gradients as results of an exchange if they have changed since ``settle``."""
+        """Stop treating gradients as results of an exchange if they have changed since ``settle``."""
         for index, version in self._versions.items():
             gradient = self._left[index]() if index in self._left else None
             if gradient is not None and _version_of(gradient) != version:
                 del self._left[index]
 
     def buffers(self, indices: Sequence[int], zeros: bytes) -> tuple[Array, ...]:
-        """Return contiguous views of the gradients to reduce in place, with zeros for missing gradients."""
+        """Return contiguous arrays to reduce in place.
+
+        The array is zero for a gradient that is missing or marked in ``zeros``.
+        """
         views = None if zeros else self.gradient_views(indices)
         if views is not None:
             return views
@@ -171,9 +177,9 @@ class Gradients:
         return self._direct is not None
 
     def launch(self, call: Call, indices: Sequence[int]) -> Launched | None:
-        """Exchange one flat copy of the gradients per dtype, without a round.
+        """Start to exchange one flat copy of the gradients per dtype, without a round of agreement.
 
-        Returns None if the dtypes have changed.
+        Returns None if the dtypes have changed since the last round.
         """
         assert self._direct is not None
         gradients = self._dense(indices, b"")
@@ -198,7 +204,10 @@ class Gradients:
             self._direct = self._delivered = None
 
     def _dense(self, indices: Sequence[int], zeros: bytes) -> list[Tensor]:
-        """Return dense contiguous gradients, with zeros for missing or excluded ones. Does not modify any."""
+        """Return gradients as dense contiguous tensors, without modifying the gradients.
+
+        A gradient that is missing or marked in ``zeros`` is returned as zeros.
+        """
         gradients = []
         for index in indices:
             parameter = self.parameters[index]
@@ -260,7 +269,7 @@ class Gradients:
         return views
 
     def write_back(self, indices: Sequence[int], union: bytes) -> None:
-        """Copy back results that were reduced in a copy. Gradients that were sparse become sparse again."""
+        """Copy results from reduced copies to the gradients. Sparse gradients become sparse again."""
         if (sent := self._sent.pop(tuple(indices), None)) is not None:
             self._write_sent(indices, *sent)
         if self._copies:

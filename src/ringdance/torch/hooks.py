@@ -17,10 +17,10 @@ _all: weakref.WeakValueDictionary[int, Hooks] = weakref.WeakValueDictionary()
 
 
 def release(parameters: Sequence[Tensor], but: Hooks | None = None) -> None:
-    """Close the hooks of all optimizers that share some of the parameters, except ``but``.
+    """Close the hooks of all optimizers that have any of the ``parameters``, except the hooks ``but``.
 
-    All ranks must call this at the same point. Do not rely on the garbage collector, which runs at different
-    times on each rank.
+    All ranks must call this at the same point. The garbage collector would close the hooks at different times
+    on different ranks.
     """
     taken = set(map(id, parameters))
     for reference in _all.valuerefs():
@@ -49,15 +49,16 @@ class Hooks:
     depth. It is possible that every parameter is used only in inner passes. An inner pass counts as part of
     the outermost pass. torch runs a callback at the end of the pass that the thread is running when the
     callback is queued. Therefore, the callback cannot be queued before the thread is back in the outermost
-    pass. So the inner pass adds a hook to one of the nodes that the outermost pass runs next, after the node
-    that contains the inner pass. If a pass raises an error before it reaches that node, the hook remains, but
-    does nothing in later passes.
+    pass. So the inner pass adds a hook to a node that the outermost pass runs after the node that contains
+    the inner pass. If a pass raises an error before it reaches that node, the hook remains, but does nothing
+    in later passes.
 
     Args:
-        parameters: Parameters to watch if they require gradients. The list may grow. See ``watch``.
-        exchange: Exchange of their gradients. If torch has no callback for the end of a pass, and the
-            exchange is ``early`` and therefore needs it, the first gradient raises an error. If the exchange
-            is not ``early``, each gradient counts as a pass.
+        parameters: Parameters on which to install hooks if they require gradients. The list may grow. See
+            ``watch``.
+        exchange: Exchange for their gradients. An ``early`` exchange must know when a pass ends. If torch
+            cannot report this, the first gradient raises an error. For other exchanges, each gradient then
+            counts as a pass.
     """
     def __init__(self, parameters: Sequence[Tensor], exchange: GradientExchange) -> None:
         self.parameters = parameters
@@ -70,7 +71,7 @@ class Hooks:
         self.watch()
 
     def watch(self) -> None:
-        """Watch parameters that are new in the list, or that now require a gradient."""
+        """Install hooks on parameters that are new in the list, or that now require a gradient."""
         if len(self._handles) < len(self.parameters):
             for index, parameter in enumerate(self.parameters):
                 if index not in self._handles and parameter.requires_grad:
@@ -122,7 +123,7 @@ class Hooks:
     @compiler_disable
     def _end(self) -> None:
         task = _private.graph_task()
-        if task not in self._tasks:  # Two threads have queued the same callback.
+        if task not in self._tasks:  # Two threads queued this callback for the same pass.
             return
         began_in = self._tasks[task]
         for past in [number for number in self._tasks if number <= task]:  # Includes passes that failed.

@@ -32,7 +32,7 @@ _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
 def host_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's values as a contiguous CPU tensor without gradient. Copies only if needed.
+    """Return a tensor's values as a contiguous, detached CPU tensor. Copies only if needed.
 
     Non-contiguous tensors are copied (Horovod rejects them). GPU tensors are copied to pinned memory.
 
@@ -63,13 +63,13 @@ def host_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def block_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's values as a contiguous tensor without gradient. Copies only if needed."""
+    """Return a tensor's values as a contiguous, detached tensor. Copies only if needed."""
     plain = tensor.detach() if tensor.requires_grad else tensor
     return plain.contiguous().resolve_conj().resolve_neg()
 
 
 def view_of(tensor: torch.Tensor) -> Array:
-    """Return a NumPy view of a contiguous CPU tensor without gradient. Bfloat16 views use ml_dtypes.
+    """Return a NumPy view of a contiguous, detached CPU tensor. Bfloat16 views use ml_dtypes.
 
     Raises:
         ArgumentError: NumPy has no equivalent of the tensor's dtype.
@@ -139,7 +139,7 @@ def check_in_place(tensor: torch.Tensor) -> None:
 
 
 def sample_of(parameters: Sequence[Tensor]) -> Array:
-    """Return a sample of the parameters' elements. See ``training.gradients.weights``."""
+    """Return a sample of the parameters' elements to compare. See ``training.gradients.weights``."""
 
     def take(one: Tensor) -> tuple[int, Array]:
         if one.is_complex():

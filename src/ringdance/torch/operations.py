@@ -53,7 +53,8 @@ def allreduce(
         tensor: Tensor with the same shape and dtype on all ranks.
         average: Deprecated: use ``op``. True means Average, False means Sum.
         name: Key that matches this call with the other ranks' calls. Unnamed calls match by order.
-        compression: ``Compression.none``, ``.fp16``, ``.bf16`` or an object with compress and decompress.
+        compression: ``Compression.none``, ``.fp16`` or ``.bf16``, or an object with the methods ``compress``
+            and ``decompress``.
         op: Average (default), Sum, Adasum, Min, Max or Product.
         prescale_factor: Factor applied to each rank's input.
         postscale_factor: Factor applied to the result.
@@ -142,7 +143,7 @@ def reduce_gradients(
 def compare_weights(
     tensors: Tensors, names: Sequence[str], exchange: str, advice: str, process_set: ProcessSet
 ) -> None:
-    """Compare a gradient exchange's parameters across the ranks, if a comparison is due. See ``weights``."""
+    """If a comparison is due, compare the parameters of an exchange across the ranks. See ``weights``."""
     weights.compare_if_due(exchange, names, advice, set_id(process_set), lambda: sample_of(tensors))
 
 
@@ -158,11 +159,11 @@ def grouped_allreduce_async_(
 def sparse_allreduce_async(
     tensor: Tensor, name: str | None, op: int | None, process_set: ProcessSet = global_process_set
 ) -> Callable[[], Tensor]:
-    """Start to gather the entries of all ranks' sparse tensors. Returns a function that waits for the result.
+    """Start gathering the entries of all ranks' sparse tensors. Returns a function that waits for the result.
 
     The result is a sparse tensor. Entries with equal indices from different ranks stay separate
-    (``coalesce()`` sums them). Average divides the values by the number of ranks. Any other ``op`` leaves
-    them unscaled, like Sum.
+    (``coalesce()`` sums them). Average divides the values by the number of ranks. Any other ``op`` is treated
+    as Sum.
     """
     if not tensor.is_sparse:
         raise ArgumentError(f"sparse_allreduce_async needs a sparse tensor, got {tensor.type()}.")
@@ -320,7 +321,7 @@ def join(device: int = -1) -> int:
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Return after all ranks of the set have called it."""
+    """Block until all ranks of the set have called this function."""
     collectives.barrier(session.engine(), set_id(process_set))
 
 

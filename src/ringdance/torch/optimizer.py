@@ -57,7 +57,10 @@ class _Distributed(Wrapped):
     _by_hand = False  # True if synchronize() has been called since the last step.
 
     def _connect(self) -> None:
-        """Create the exchange and watch the parameters. All ranks must call this in the same order."""
+        """Create the exchange and install hooks on the parameters.
+
+        All ranks must connect their optimizers in the same order.
+        """
         options, engine = self._options, session.engine()
         bind([options.process_set])  # A copy may come from another job.
         self._connected = True
@@ -66,7 +69,7 @@ class _Distributed(Wrapped):
             return
         check_whole(options.names, options.parameters)
         source = Gradients(options.parameters, options.compression, options.sparse_as_dense)
-        on_gpu = source.on_device and not options.parameters[0].is_cpu  # The CPU cores are idle then.
+        on_gpu = source.on_device and not options.parameters[0].is_cpu  # If so, the CPU cores are idle.
         exchange = self._exchange = GradientExchange(
             source, options.names, operation=options.operation, passes=options.passes,
             predivide=options.predivide, groups=options.groups, process_set=options.process_set,
@@ -131,7 +134,7 @@ class _Distributed(Wrapped):
 
     @compiler_disable
     def synchronize(self) -> None:
-        """Ensure that gradients are reduced. Needed only before backward_passes_per_step is reached."""
+        """Ensure that gradients are reduced, even after fewer than ``backward_passes_per_step`` passes."""
         self._prepare()
         self._finish_exchange()
         self._by_hand = True
@@ -227,14 +230,15 @@ def DistributedOptimizer(
 
     The result shares parameters, options and accumulated state with ``optimizer``, and its class is a
     subclass of ``optimizer``'s class. All ranks in the set must call this. If they create several optimizers,
-    the order must be the same. Earlier distributed optimizers with any of these parameters are replaced
-    immediately.
+    they must create them in the same order. Earlier distributed optimizers with any of these parameters are
+    replaced immediately.
 
     Args:
         optimizer: Any ``torch.optim.Optimizer``.
-        named_parameters: ``model.named_parameters()``. Determines names and order. Recommended.
+        named_parameters: ``model.named_parameters()``. Determines parameter names and order. Recommended.
         compression: ``Compression.fp16`` or ``.bf16`` halves the bytes of float32 gradients.
-        backward_passes_per_step: Backward passes whose gradients are summed locally before each exchange.
+        backward_passes_per_step: Number of backward passes whose gradients are summed locally before each
+            exchange.
         op: Average, Sum or Adasum (which combines the changes of the weights, not the gradients).
         gradient_predivide_factor: Gradients are divided by this factor before the sum, and the sum is
             multiplied by it (Average only).
@@ -272,7 +276,7 @@ def DistributedOptimizer(
 
 
 def _check_adasum(process_set: ProcessSet, parameters: list[Tensor]) -> None:
-    """Refuse Adasum on a subset of the ranks, and warn if its results differ from Horovod's."""
+    """Reject Adasum on a subset of the ranks, and warn if its results differ from Horovod's."""
     if process_set is not global_process_set:
         raise NotImplementedError("The Adasum optimizer works only on all ranks, not on a process set.")
     if nccl_built() and any(parameter.is_cuda for parameter in parameters):

@@ -42,7 +42,7 @@ def _broadcast_all(named: list[tuple[str, Tensor]], root_rank: int) -> None:
         return
     pending = []
     for name, tensor in named:
-        wire = block_of(tensor)  # A copy if the memory is not one contiguous block.
+        wire = block_of(tensor)  # This is a copy if the memory is not one contiguous block.
         call = movement(Collective.BROADCAST, name, global_process_set, root=root_rank)
         work = submit(call, (wire,), in_place=True)
         pending.append((tensor, wire, work))
@@ -90,7 +90,7 @@ def _replaced(value: Any, kind: type, replacement: Callable[[Any], Any]) -> Any:
 
 
 def _extract_tensors(value: Any, tensors: list[Tensor]) -> Any:
-    """Return the structure with each tensor replaced by a reference, and collect the tensors."""
+    """Return a structure with each tensor replaced by a reference, and append the tensors to ``tensors``."""
 
     def extract(tensor: Tensor) -> _TensorRef:
         tensors.append(tensor)
@@ -100,7 +100,7 @@ def _extract_tensors(value: Any, tensors: list[Tensor]) -> Any:
 
 
 def _insert_tensors(value: Any, tensors: list[Tensor], device: torch.device) -> Any:
-    """Return the structure with each reference replaced by a new zero tensor, and collect the tensors."""
+    """Return a structure with a new zero tensor for each reference, and append them to ``tensors``."""
 
     def insert(ref: _TensorRef) -> Tensor:
         tensors.append(torch.zeros(ref.shape, dtype=ref.dtype, device="cpu" if ref.on_cpu else device))

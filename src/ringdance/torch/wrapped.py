@@ -57,12 +57,13 @@ class OptimizerOptions:
         scales_of(self.operation, self.predivide)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "given": {}}  # It contains parameters that are not copied.
+        return {**self.__dict__, "given": {}}  # ``given`` refers to parameters that are not copied.
 
 
 class Wrapped:
-    """Mixin that precedes the optimizer's own class. Shares its ``__dict__`` with the wrapped optimizer.
+    """Mixin that precedes the optimizer's own class in the list of base classes.
 
+    An instance and the optimizer that it wraps share one ``__dict__``.
     A copy (``copy.deepcopy`` or ``pickle``) is a distributed optimizer with its own parameters. It joins the
     job at its first ``zero_grad()`` or ``step()``. Outside a job, it is a plain optimizer.
     """
@@ -77,7 +78,7 @@ class Wrapped:
 
     @property
     def _parameter_names(self) -> dict[Tensor, str]:
-        """Parameter names by parameter. Scripts written for Horovod use this attribute."""
+        """The name of each parameter. Scripts written for Horovod use this attribute."""
         return dict(zip(self._options.parameters, self._options.names, strict=True))
 
     def __getstate__(self) -> dict[str, Any]:
@@ -94,16 +95,16 @@ class Wrapped:
 
     @compiler_disable
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters whose gradients are reduced from now on. All ranks call this before the same step.
+        """Add parameters whose gradients are reduced from now on.
 
-        Names come from ``named_parameters``. Parameters that are not in it get a name that consists of the
-        group index and the parameter index.
+        All ranks must call this before the same step. Names come from ``named_parameters``. Parameters that
+        are not in it get a name that consists of the group index and the parameter index.
         """
         super().add_param_group(param_group)  # type: ignore[misc]
         self._add_new()
 
     def _add_new(self) -> list[int]:
-        """Add parameters that are new in the groups, even if they were added to the wrapped optimizer.
+        """Find new parameters in the parameter groups, including any added through the wrapped optimizer.
 
         Returns the indices of the new parameters.
         """
@@ -126,12 +127,13 @@ class Wrapped:
 
 
 def wrap(optimizer: torch.optim.Optimizer, front: type[Wrapped], options: OptimizerOptions) -> Any:
-    """Return an object of a new subclass that shares everything with ``optimizer``.
+    """Return an instance of a new subclass of the optimizer's class. It shares all state with ``optimizer``.
 
-    The class takes its name from the optimizer and its module from ``front``, because scripts check both.
+    The subclass takes its name from the optimizer's class and its module from ``front``, because scripts
+    check both.
     """
-    # An existing learning rate scheduler has stored a wrapper of the original step in the instance, where it
-    # would hide our step.
+    # An existing learning rate scheduler has stored a wrapper around the original step in the instance, where
+    # it would hide our step.
     wrapper = optimizer.__dict__.pop("step", None)
     result = _blank(front, type(optimizer))
     result.__dict__ = optimizer.__dict__
@@ -154,7 +156,7 @@ def _class_of(front: type, base: type) -> type:
 
 
 def _blank(front: type, base: type) -> Any:
-    """Return an optimizer without any state."""
+    """Return an optimizer that is not initialized, as an instance of a subclass of ``front`` and ``base``."""
     result: Any = object.__new__(_class_of(front, base))
     result._connected, result._exchange, result._hooks = False, None, None
     return result

@@ -4,8 +4,8 @@ Collectives on CPU tensors go through the engine, so DistributedDataParallel, FS
 exchange through shared memory and MPI. Collectives on GPU tensors are left to NCCL. torch finds the backend
 through ``ringdance.training.torch_entry_point``.
 
-Results, order and errors match torch's own backends: the calls of a group match by order, results are written
-to the output tensors, and ``wait()`` raises the error of a failed ``Work``.
+As with torch's own backends, the calls on a group are matched by order, results are written to the output
+tensors, and ``wait()`` raises the error of a failed ``Work``.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ _SMALL_BYTES = 4096
 
 
 def by_nccl(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Forward calls on GPU tensors to NCCL."""
+    """Decorate a method so that calls on GPU tensors are forwarded to NCCL."""
 
     @functools.wraps(method)
     def call(self: EngineGroup, *args: Any, **kwargs: Any) -> Any:
@@ -39,7 +39,7 @@ def by_nccl(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def collective(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Forward calls on GPU tensors to NCCL. A wrong argument makes the peers' calls fail, too."""
+    """Like ``by_nccl``. In addition, a wrong argument on this rank makes the other ranks' calls fail."""
 
     @functools.wraps(method)
     def call(self: EngineGroup, *args: Any, **kwargs: Any) -> Any:
@@ -100,7 +100,7 @@ class EngineGroup(dist.ProcessGroup):  # type: ignore[misc]
         )
 
     def shutdown(self) -> None:
-        """Free the group. The group of all ranks is not freed: its job ends at exit or in hvd.shutdown()."""
+        """Free the group. Has no effect on the group of all ranks, which is freed when its job ends."""
         engine = self._engine()
         if self._number and not self._destroyed and engine is not None and not engine.closed:
             engine.leave_group(self._number)
@@ -157,9 +157,9 @@ class EngineGroup(dist.ProcessGroup):  # type: ignore[misc]
         Args:
             kind: The collective.
             arrays: Arrays to send.
-            targets: Memory for the results, or None to let the engine allocate.
+            targets: Memory for the results, or None to let the engine allocate it.
             tensors: Tensors that the ``Work`` returns as its result.
-            opts: torch's options.
+            opts: torch's options for the call.
             finish: None, or a function that is called once with the results.
             operation: Operation of a reduction.
             root: Root of a broadcast as a global rank, or root of a reduction as a rank in the group.
@@ -180,8 +180,8 @@ class EngineGroup(dist.ProcessGroup):  # type: ignore[misc]
         if waits_later:
             wait_at_end(started)
             register_work(tensors, started)
-            # DistributedDataParallel.join() passes the work for a single number to C++, which calls ``wait``
-            # but holds no reference to the Python object. So keep a reference for a while.
+            # DistributedDataParallel.join() passes the work of a call on a one-element tensor to C++, which
+            # calls ``wait`` but holds no reference to the Python object. So keep a reference for a while.
             if (
                 len(tensors) == 1 and tensors[0].numel() == 1 and not tensors[0].is_sparse
                 and tensors[0].untyped_storage().nbytes() <= _SMALL_BYTES
@@ -193,7 +193,7 @@ class EngineGroup(dist.ProcessGroup):  # type: ignore[misc]
         self, source: Array, splits: list[int], expected: list[int], outputs: Tensors, opts: Any,
         pattern: str, targets: list[Array] | None = None, finish: Finish | None = None,
     ) -> Any:
-        """Send parts of the flat ``source`` to the ranks, and receive ``expected`` elements from each."""
+        """Send ``splits[j]`` elements of flat ``source`` to rank j, and receive ``expected[j]`` from it."""
         finish = finish or (lambda results: distribute(results[0], outputs))
         rows = [np.array(splits, np.int64)]
         return self._start(

@@ -24,25 +24,29 @@ def check_dtypes(name: str, outputs: Tensors, inputs: Tensors) -> None:
 
 
 def shapes_of(tensors: Tensors) -> str:
-    """Return the shapes of tensors, for a pattern that must be equal on all ranks."""
+    """Return the shapes of tensors as text for a call's ``pattern``, which must be the same on all ranks."""
     return "shapes " + ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
 
 
 def bytes_note(tensors: Tensors) -> str:
-    """Return the dtypes of tensors that are sent as bytes. The engine itself cannot compare these dtypes."""
+    """Return the dtypes of 1-byte tensors as text for a call's ``pattern``.
+
+    These tensors are sent as bytes, so the engine cannot compare their dtypes itself.
+    """
     return "".join(f" {one.dtype}" for one in tensors if one.element_size() == 1)
 
 
 def shaped(tensors: Tensors, moved: bool = False) -> tuple[list[Array], Finish]:
-    """Return the result of ``flat`` in the tensors' shapes, which must be equal on all ranks."""
+    """Like ``flat``, but the views have the shapes of the tensors, which must be the same on all ranks."""
     arrays, finish = flat(tensors, moved)
     # DistributedDataParallel.join() passes a tensor of shape () on one rank and (1,) on another.
     return [array.reshape(item.shape or (1,)) for array, item in zip(arrays, tensors, strict=True)], finish
 
 
 def flat(tensors: Tensors, moved: bool = False) -> tuple[list[Array], Finish]:
-    """Return flat views of tensors, and a function that copies results back to non-contiguous tensors.
+    """Return flat views of tensors, and a function that copies results back to the tensors.
 
+    Non-contiguous tensors are copied first, and the views refer to the copies.
     Args:
         tensors: Tensors of any shape.
         moved: True if the call only moves data. Tensors with 1-byte dtypes are then sent as bytes, because
@@ -67,7 +71,7 @@ def flat(tensors: Tensors, moved: bool = False) -> tuple[list[Array], Finish]:
 
 
 def distribute(result: Array, outputs: Tensors) -> None:
-    """Split a flat result and copy its parts to the outputs, if there are any."""
+    """Split a flat result and copy its parts to the outputs."""
     targets, finish = flat(outputs, moved=True)
     if sum(target.size for target in targets) != result.size:
         raise ValueError("The tensors sent by the ranks and the outputs have different sizes.")

@@ -1,4 +1,4 @@
-"""Transport for ranks that torchrun has started without MPI: gloo between hosts, a window within each host.
+"""Transport for ranks that torchrun started without MPI: gloo between hosts, shared memory within each host.
 
 The ranks find each other and exchange metadata through torch's store. A window's memory is a memfd, which the
 ranks on a host open through /proc, so no file is left behind.
@@ -41,7 +41,7 @@ _NO_TAG = 1 << 30  # No message uses this tag. See ``_TAGS`` in process_group.py
 
 
 def _tensor(array: Array) -> torch.Tensor:
-    """Return a tensor that shares memory with an array. Arrays that are only sent may be read-only."""
+    """Return a tensor that shares memory with an array. The array may be read-only if it is only sent."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         return torch.from_numpy(array)
@@ -64,7 +64,7 @@ class _Started:
 
 
 class _Transfer:
-    """A message between two ranks. gloo reports its completion only to a thread that waits."""
+    """A message between two ranks. gloo reports its completion only to a thread that waits for it."""
 
     def __init__(self, group: Any, rank: int | None, work: Any, buffer: Array, received: bool) -> None:
         self._group, self._rank = group, rank
@@ -83,7 +83,7 @@ class _Transfer:
             self._error = error
 
     def give_up(self) -> None:
-        """Stop the thread by letting a call time out, so that gloo closes the connection and wakes it."""
+        """Stop the waiting thread: a call that times out makes gloo close the connection and wake it."""
         if self._rank is not None and self._thread.is_alive():
             with contextlib.suppress(RuntimeError):
                 self._group.recv([torch.empty(1)], self._rank, _NO_TAG).wait(timedelta(milliseconds=1))
@@ -102,7 +102,7 @@ _transfers: weakref.WeakSet[_Transfer] = weakref.WeakSet()
 
 @atexit.register  # Registered before the job starts, so it runs after the job has ended.
 def _give_up() -> None:
-    """Stop threads that wait in gloo: a thread that wakes up while Python exits would abort the process."""
+    """Stop threads waiting in gloo, because one that wakes up while Python exits would abort the process."""
     for transfer in list(_transfers):
         transfer.give_up()
 
@@ -121,10 +121,10 @@ def world(
         common: Values that must be equal on all ranks, by name.
 
     Raises:
-        SettingError: A value in ``common`` differs. Raised on all ranks.
+        SettingError: A value in ``common`` differs between ranks. Raised on all ranks.
     """
-    store = dist.PrefixStore(f"job {next(_jobs)}", store)  # The count is the same on all ranks.
-    # Processes with the same identifier can share memory and see each other.
+    store = dist.PrefixStore(f"job {next(_jobs)}", store)  # The job number is the same on all ranks.
+    # Processes with the same identifier from host_and("pid") can share memory and see each other's PIDs.
     own = [socket.gethostname(), os.getpid(), host_and("pid"), common]
     everyone = _gather(store, "who", rank, size, own)
     check_common([(host, theirs) for host, _, _, theirs in everyone])
@@ -133,14 +133,14 @@ def world(
     return GlooTransport(store, rank, identities, hosts, window_bytes, vector_bytes)
 
 
-_own: dict[tuple[int, int], Any] = {}  # This process's connections, keyed by rank and size.
+_own: dict[tuple[int, int], Any] = {}  # Stores returned by own_store, keyed by rank and size.
 
 
 def own_store(store: Any, rank: int, size: int) -> Any:
     """Return a store that lives as long as rank 0's process.
 
-    The store of torchrun's agent does so already. Other stores of torch.distributed end with their process
-    group.
+    The store of torchrun's agent already does. Other torch.distributed stores end with their process group,
+    so rank 0 serves a new one.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return store
@@ -155,7 +155,7 @@ def own_store(store: Any, rank: int, size: int) -> Any:
 
 
 def _gather(store: Any, key: str, rank: int, size: int, value: Any) -> list[Any]:
-    """Return the values of all ranks. Values must be JSON-serializable."""
+    """Exchange values through a store, and return them in rank order. Values must be JSON-serializable."""
     keys = [f"{key}/{number}" for number in range(size)]
     try:
         store.set(f"{key}/{rank}", json.dumps(value))
@@ -176,7 +176,7 @@ class GlooTransport(Transport):
         rank: This process's rank among the members.
         identities: Identities of the members.
         hosts: Identifier of each member's host. It is the same for members that can share memory.
-        window_bytes, vector_bytes: Sizes as in ``world``.
+        window_bytes, vector_bytes: See ``world``.
         parent: The communicator from which this one was split.
     """
 
@@ -253,12 +253,12 @@ class GlooTransport(Transport):
         return _Started(work, source, target)
 
     def split(self, members: Sequence[int], window_bytes: int) -> Transport | None:
-        name = f"split {next(self._parts)}"  # The count is the same on all ranks.
+        name = f"split {next(self._parts)}"  # All ranks have made the same number of splits.
         return self._part(name, members, window_bytes) if self.rank in members else None
 
     def subset(self, members: Sequence[int], window_bytes: int) -> Transport:
         key = str(sorted(members))
-        self._subsets[key] += 1  # The count is the same on all members.
+        self._subsets[key] += 1  # All members have made the same number of calls with these members.
         return self._part(f"subset {key} {self._subsets[key]}", members, window_bytes)
 
     def _part(self, name: str, members: Sequence[int], window_bytes: int) -> GlooTransport:
@@ -326,7 +326,7 @@ class GlooTransport(Transport):
                 self._leave_store()
 
     def _leave_store(self) -> None:
-        """Announce that this rank no longer needs the store. Rank 0, which may serve it, waits for all."""
+        """Announce that this rank has finished using the store. Rank 0, which may serve it, waits for all."""
         with contextlib.suppress(RuntimeError):
             self._store.set(f"closed/{self.rank}", "")
             if self.rank == 0:

@@ -40,12 +40,12 @@ class ProcessGroup(EngineGroup):
 
     Args:
         options: torch's ``_DistributedBackendOptions``.
-        set_id: The ranks' process set in the engine.
+        set_id: Number of the group's process set in the engine.
     """
 
     _name = _description = ""
 
-    # torch reads this to learn which devices a group supports.
+    # torch reads this to find out which devices a group supports.
     _device_types = (torch.device("cpu"), torch.device("cuda"))
 
     def getBackendName(self) -> str:
@@ -94,7 +94,7 @@ class ProcessGroup(EngineGroup):
         return self._start(Collective.ALLREDUCE, arrays, arrays, tensors, opts, back, operation, root)
 
     def _reduce_rows(self, tensor: Tensor, opts: Any) -> Any:
-        """Gather the entries of all ranks' sparse tensors. Together, they represent the sum."""
+        """Gather the entries of all ranks' sparse tensors, which together represent the sum."""
         indices, values = sparse_entries(tensor)
         if _operation(opts) is not ReduceOp.SUM:
             raise ValueError('The backend "ringdance" reduces sparse tensors only by SUM.')
@@ -155,7 +155,7 @@ class ProcessGroup(EngineGroup):
             Collective.ALLREDUCE, sources, None, outputs, opts, finish, operation, pattern=pattern
         )
 
-    # -- moving data -----------------------------------------------------------------------------
+    # -- data movement ---------------------------------------------------------------------------
 
     @collective
     def broadcast(self, tensors: Tensors, opts: Any = None) -> Any:
@@ -263,7 +263,7 @@ class ProcessGroup(EngineGroup):
         work = engine.submit(request, wake=getattr(opts, "asyncOp", True))
         return GroupWork(engine, self._set_id, [work], [], [], None, self._seconds(opts))
 
-    # -- two ranks -------------------------------------------------------------------------------
+    # -- point-to-point --------------------------------------------------------------------------
 
     @by_nccl
     def send(self, tensors: Tensors, rank: int, tag: int = 0) -> Any:

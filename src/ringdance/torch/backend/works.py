@@ -1,4 +1,4 @@
-"""torch's ``Work`` for calls of the backend "ringdance". It is complete when the engine's work is complete.
+"""torch's ``Work`` for calls to the backend "ringdance". It is complete when the engine's work is complete.
 
 Note [Who waits]
 A thread that calls ``wait`` on a work or on its future runs steps of the engine. DistributedDataParallel
@@ -65,8 +65,8 @@ class _Future(torch.futures.Future[Any]):
 class GroupWork(dist.Work):
     """An asynchronous call of a process group.
 
-    The engine completes it: the outputs contain the results as soon as its works are done, even if no thread
-    waits. Until then, the engine keeps this object alive.
+    The engine completes it: the outputs contain the results as soon as the engine's works are done, even if
+    no thread waits for them. Until then, the engine keeps this object alive.
 
     Args:
         engine: The engine of this rank.
@@ -74,8 +74,9 @@ class GroupWork(dist.Work):
         works: Works or transfers of the engine.
         targets: Memory for the results. Results in other memory are copied to it.
         tensors: The call's outputs.
-        finish: Called once with the results, in a step of the engine. May raise.
-        timeout: Timeout of ``wait`` in seconds. After that, this and all later calls fail on all ranks.
+        finish: Called once with the results, in a step of the engine. May raise an error.
+        timeout: Default timeout of ``wait`` in seconds. If it expires, this call and all later calls on the
+            group fail on all ranks.
         expected: Number of elements expected from each rank (alltoall only).
     """
 
@@ -93,13 +94,13 @@ class GroupWork(dist.Work):
         self._error: BaseException | None = None
         self._future: _Future | None = None
         self._settled = False
-        self.in_pass = False  # True if it is awaited at the end of a backward pass.
+        self.in_pass = False  # True if the end of a backward pass waits for this work.
         for work in works:
             work.when_done(self._one_done)
 
     @classmethod
     def of_all(cls, engine: Engine, set_id: int, calls: Sequence[GroupWork], timeout: float) -> GroupWork:
-        """Return one work that completes several calls."""
+        """Return one work that is complete when all of these calls are complete."""
         works = [work for call in calls for work in call._works]
         tensors = [tensor for call in calls for tensor in call._tensors]
 
@@ -116,9 +117,9 @@ class GroupWork(dist.Work):
 
         Raises:
             CollectiveError: The call failed on this rank or on all ranks.
-            DistBackendError: The call took longer than ``timeout``. You can then wait again. Without
-                ``timeout``, it took longer than the group's timeout. The group has then failed on all ranks,
-                and if it is the default group, the whole job has failed.
+            DistBackendError: The call did not complete within ``timeout``. You can wait for it again. If no
+                ``timeout`` was passed, the call did not complete within the group's timeout. In this case,
+                the group has failed on all ranks and, if it is the default group, so has the whole job.
         """
         seconds = timeout.total_seconds()
         try:
@@ -135,7 +136,7 @@ class GroupWork(dist.Work):
         return True
 
     def _give_up(self, given: float) -> None:
-        """Raise DistBackendError after ``given`` seconds or, if it is 0, make the group fail.
+        """Raise DistBackendError if the caller passed a timeout (``given``). Otherwise, make the group fail.
 
         After the group's timeout, the request is still in flight and uses the caller's memory, and a late
         peer would match it with a later call. Therefore, later calls cannot be trusted.
@@ -151,7 +152,7 @@ class GroupWork(dist.Work):
         text = f"{text}, so {what} has failed. Run `ringdance explain` to see which ranks have not called it."
         error = dist.DistBackendError(text)
         self._deliver(error)
-        if self._error is error:  # It did not complete in the meantime.
+        if self._error is error:  # The call did not complete in the meantime.
             late = next((work for work in self._works if not work.done()), self._works[0])
             self._engine.give_up(self._set_id, getattr(late, "order", -1), text)
 
@@ -160,7 +161,7 @@ class GroupWork(dist.Work):
             self._deliver()
 
     def _deliver(self, error: BaseException | None = None) -> None:
-        """Copy results to the outputs, or store the error. Only the first call counts. Thread: any."""
+        """Copy results to the outputs, or store the error. Later calls have no effect. Thread: any."""
         with self._lock:
             if self._complete:
                 return
@@ -191,7 +192,7 @@ class GroupWork(dist.Work):
             self._finish(results)
 
     def settle(self) -> None:
-        """Wait, and complete the future. If the call failed, the future gets the error."""
+        """Wait for the call, and complete its future with the outputs or the error."""
         with contextlib.suppress(Exception):
             self.wait()
         with self._lock:
@@ -235,7 +236,7 @@ class GroupWork(dist.Work):
     _source_rank = source_rank
 
     def get_future(self) -> Any:
-        """Return a future for the outputs. If the call failed, the future has the error."""
+        """Return a future that gets the outputs or, if the call fails, the error."""
         if self._future is None:
             self._future = _Future(self)
             # Callbacks may make calls, which match by order, so this order must not depend on when the engine
@@ -243,7 +244,7 @@ class GroupWork(dist.Work):
             # if this rank has already waited.
             if self._seen:
                 self.settle()
-            elif not self._works or isinstance(self._works[0], Transfer):  # Transfers have no order.
+            elif not self._works or isinstance(self._works[0], Transfer):  # Transfers need no order.
                 threading.Thread(target=self.settle, name="ringdance transfer", daemon=True).start()
             elif not self.in_pass:
                 _waiters[self._set_id].put(self)
@@ -270,7 +271,8 @@ class _Waiter:
             self._works.get().settle()
 
 
-_waiters: defaultdict[int, _Waiter] = defaultdict(_Waiter)  # One per process set, which wait independently.
+# One per process set, so that process sets do not wait for each other.
+_waiters: defaultdict[int, _Waiter] = defaultdict(_Waiter)
 _passes: dict[int, list[GroupWork]] = {}  # For each backward pass, the works to await at its end.
 
 
@@ -285,7 +287,7 @@ def starts_now(engine: Engine) -> bool:
 
 
 def wait_at_end(work: GroupWork) -> None:
-    """If this thread is running a backward pass, make the end of the pass wait for a work."""
+    """If this thread is running a backward pass, make the end of the pass wait for ``work``."""
     if not _private.end_is_ahead():
         return
     work.in_pass, task = True, _private.graph_task()

@@ -20,8 +20,8 @@ from ringdance.training import session
 
 dist: Any = torch.distributed  # Its type stubs lack names that are used here.
 _FIRST_CALL = timedelta(minutes=5)  # Time limit for the ranks to connect.
-# TIMEOUT limits an exchange between GPUs that all ranks have enqueued. For other exchanges, and with gloo,
-# the engine finds missing ranks.
+# TIMEOUT applies to an exchange between GPUs that all ranks have enqueued. In all other cases, as with gloo,
+# the engine detects missing ranks.
 TIMEOUT, NO_TIMEOUT = timedelta(minutes=10), timedelta(days=365)
 
 
@@ -43,7 +43,7 @@ def nccl_built() -> int:
 
 
 def filled(options: Any, **values: Any) -> Any:
-    """Set attributes of one of torch's option objects, and return the object."""
+    """Set attributes of a torch option object, and return the object."""
     for name, value in values.items():
         setattr(options, name, value)
     return options
@@ -55,7 +55,7 @@ def group_of(store: Any, rank: int, size: int, device: torch.device, timeout: ti
         return dist.ProcessGroupGloo(store, rank, size, NO_TIMEOUT)
     options = filled(dist.ProcessGroupNCCL.Options(), _timeout=timeout)
     # By default, NCCL connects an algorithm's channels in the first call that uses it, and the host then
-    # waits for the peers. But a rank launches a bucket before it knows whether its peers will do so.
+    # waits for the peers. But a rank launches a bucket before it knows whether its peers will launch it too.
     # See Note [Direct buckets].
     # On errors, only abort the communicator. By default, torch also terminates the process.
     with _environment(NCCL_RUNTIME_CONNECT="0", TORCH_NCCL_ASYNC_ERROR_HANDLING="2"):
@@ -69,7 +69,7 @@ def group_of(store: Any, rank: int, size: int, device: torch.device, timeout: ti
 def _environment(**values: str) -> Iterator[None]:
     """Within the block, set environment variables that the user has not set.
 
-    They are unset afterwards, because other process groups of the user would also read them.
+    They are unset again afterwards, because the user's own process groups would also read them.
     """
     missing = [name for name in values if name not in os.environ]
     os.environ.update({name: values[name] for name in missing})

@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 
 class Launched:
-    """A reduction that was started without a round. Used like a ``Work`` of the engine.
+    """A reduction that was started without a round of agreement. Used like the engine's ``Work``.
 
     Args:
-        exchange: Exchange whose members start the same reductions in the same order.
-        call: Operation and scales.
+        exchange: The exchange. All of its members start the same reductions in the same order.
+        call: Call that defines the operation and the scale factors.
         tensors: Tensors to reduce in place.
     """
 
@@ -42,7 +42,7 @@ class Launched:
         self.done()
 
     def done(self) -> bool:
-        """Return True if the results are available or enqueued."""
+        """Return True if the results are available or, on a GPU, enqueued."""
         if self.result is None:
             try:
                 next(self._steps)
@@ -59,9 +59,9 @@ class Launched:
 
 
 def direct_exchange(engine: Engine, set_id: int, kind: str, name: str) -> TorchExchange | None:
-    """Create another communicator for a set's members. Blocks until all members have called this.
+    """Create another communicator for a process set. Blocks until all of its members have called this.
 
-    Returns None on all ranks if the set has not yet exchanged tensors on this type of device.
+    Returns None on all ranks if the set has not yet exchanged tensors on the device type ``kind``.
 
     Raises:
         CollectiveError: The engine ended before all members were connected.
@@ -86,5 +86,6 @@ def direct_exchange(engine: Engine, set_id: int, kind: str, name: str) -> TorchE
             raise engine.end.error()
         time.sleep(1e-3)
     exchange = connected.result()
-    state.exchange.devices = {**state.exchange.devices, name: exchange}  # The engine thread may be reading.
+    # Replace the dictionary, because the engine thread may be reading it.
+    state.exchange.devices = {**state.exchange.devices, name: exchange}
     return exchange

@@ -25,17 +25,17 @@ from ringdance.torch.device.streams import enqueue, module_of
 from ringdance.training.checks import know_dtypes
 
 Pairs = Sequence[tuple[Description, Request | None]]
-# The started calls, and a function that returns the results of each request after the calls are complete.
+# The started calls, and a function that returns the results of each request once the calls are complete.
 Started = tuple[list[Any], Callable[[], list[list[Tensor]]]]
 
 _DTYPES = know_dtypes(torch)
 _SUMMED = frozenset({torch.uint8, torch.int8, torch.int32, torch.int64})
 _HALVES = frozenset({torch.float16, torch.bfloat16})
-_aborted: list[Any] = []  # Groups whose calls will never complete but still use tensors.
+_aborted: list[Any] = []  # Aborted groups, kept alive because their unfinished calls still use tensors.
 
 
 def exchanges(kind: Collective, operation: ReduceOp, scales: tuple[float, float], dtype: torch.dtype) -> bool:
-    """Return True if torch's communicators give the same results as the engine. If not, use the host.
+    """Return True if torch's communicators give the same results as the engine for calls of this kind.
 
     The communicators do not average integers exactly, and may drop NaN in Min and Max.
     """
@@ -54,7 +54,7 @@ class TorchExchange:
     Args:
         store: Store of the set's members.
         device: Device of this rank's tensors. Tensors on other devices are copied to it.
-        exchange: The set's exchange, through which members learn how requests differ between them.
+        exchange: The engine's exchange for the set. Gathers values that differ by member, such as row counts.
         timeout: Timeout of an exchange between GPUs.
     """
 
@@ -65,7 +65,7 @@ class TorchExchange:
         self._exchange, self._size, self._rank = exchange, exchange.size, exchange.rank
         self._stream = None if device.type == "cpu" else module_of(device).Stream(device)
         self.group = communicators.group_of(store, exchange.rank, exchange.size, device, timeout)
-        self._under_way: deque[tuple[Any, str]] = deque()  # GPU only: (event, names) of batches.
+        self._under_way: deque[tuple[Any, str]] = deque()  # GPU only: (event, request names).
 
     def execute(self, pairs: Pairs, members: Sequence[int]) -> Steps:
         """Run a batch. See ``DeviceExchange``."""
@@ -82,7 +82,7 @@ class TorchExchange:
         return results
 
     def _run(self, pairs: Pairs, start: Callable[[], Started]) -> Steps:
-        """Start calls and return their results. On a GPU, only the stream waits for them."""
+        """Start calls and return their results. On a GPU, the stream waits for them, the host does not."""
         context = self._exchange.context
         requests = [request for _, request in pairs if request is not None]
         if self._stream is None:
@@ -151,7 +151,7 @@ class TorchExchange:
     def _reduce_flat(
         self, tensors: list[Tensor], outputs: list[Any], d: Description
     ) -> tuple[Any, Callable[[], list[Tensor]]]:
-        """Start reducing tensors of one dtype as one flat tensor. ``outputs``: as from ``_outputs``."""
+        """Start reducing tensors of one dtype as one flat tensor. For ``outputs``, see ``_outputs``."""
         lone = len(tensors) == 1 and outputs[0] is not None and outputs[0].data_ptr() == tensors[0].data_ptr()
         flat = tensors[0].reshape(-1) if lone else torch.cat([tensor.reshape(-1) for tensor in tensors])
         wire, operation = self._prepared(flat, d)
@@ -168,7 +168,7 @@ class TorchExchange:
         return call, finish
 
     def _prepared(self, flat: Tensor, d: Description) -> tuple[Tensor, Any]:
-        """Return the scaled tensor to reduce, and torch's operation.
+        """Return the scaled tensor to reduce, and the torch operation to use.
 
         For gloo, 16-bit floats are converted to float32, because gloo would round each partial sum. NCCL
         averages 16-bit floats itself, because a sum might overflow. Complex numbers are sent as float pairs.
@@ -183,7 +183,7 @@ class TorchExchange:
         return wire, dist.ReduceOp.AVG if native else dist.ReduceOp.SUM
 
     def _deliver(self, wire: Tensor, flat: Tensor, d: Description) -> None:
-        """Scale the reduced tensor, and copy it to ``flat`` if the two do not share memory."""
+        """Scale the reduced tensor ``wire``, and copy it to ``flat`` if the two do not share memory."""
         native = wire.dtype in _HALVES
         divisor = self._size if d.operation is ReduceOp.AVERAGE and not native else 1
         if d.postscale == 1.0 and divisor & (divisor - 1):
@@ -296,7 +296,7 @@ class TorchExchange:
             self._under_way.popleft()
 
     def close(self, agreed: bool) -> None:
-        """Free the communicator. Unless ``agreed``, abort it in a thread, because this may take long."""
+        """Free the communicator. Unless ``agreed``, abort it in a thread, because this can take a while."""
         group, self.group = self.group, None
         self._under_way.clear()
         if group is None or (agreed and self._stream is None):
@@ -311,12 +311,12 @@ class TorchExchange:
 
 
 def _outputs(pairs: Pairs) -> list[Any]:
-    """Return the tensor to which each result is written, or None if it stays in new memory."""
+    """Return, for each result, the tensor to which it must be copied, or None if there is no such tensor."""
     return [out for d, r in pairs for out in ((r and r.outputs) or [None] * len(d.shapes))]
 
 
 def _written(results: Sequence[Tensor], outputs: Sequence[Tensor | None]) -> list[Tensor]:
-    """Copy results to the outputs, if any. Returns the tensors that hold the results."""
+    """Copy each result to its output, if it has one. Returns the tensors that hold the results."""
     return [
         result if output is None else output.copy_(result)
         for result, output in zip(results, outputs, strict=True)

@@ -1,4 +1,4 @@
-"""Connect a process set's members when they first exchange tensors on a type of device."""
+"""Connect a process set's members when they first exchange tensors on a given device type."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def submitted(tensor: Tensor) -> Any:
 
 
 def make_exchange(exchange: Exchange, kind: str) -> Steps:
-    """Create a process set's exchange for tensors on a type of device."""
+    """Create a process set's exchange for tensors on a given device type."""
     assert exchange.context.on_thread is not None
     on_thread, device = exchange.context.on_thread, torch.device(kind)
     if kind != "cpu":
         module = module_of(device)
         place = session.engine().local_rank % module.device_count()  # Used if this rank has joined.
-        device = _last.get(kind, torch.device(kind, place))  # This thread's current device is the first GPU.
+        device = _last.get(kind, torch.device(kind, place))  # This thread's current device is GPU 0.
         about = module.get_device_properties(device)
         yield from _check_devices(exchange, str(getattr(about, "uuid", device.index)))
     networks = yield from exchange.gather_bytes(communicators.host_and("net").encode())

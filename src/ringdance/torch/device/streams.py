@@ -14,13 +14,13 @@ from ringdance.core.request import DeviceResults
 
 
 def module_of(device: torch.device) -> Any:
-    """Return torch's module for a type of device, such as ``torch.cuda``."""
+    """Return torch's module for a device type, such as ``torch.cuda``."""
     return getattr(torch, device.type)
 
 
 @contextlib.contextmanager
 def enqueue(stream: Any, events: Sequence[Any], tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Within the block, enqueue work on a stream after these events. ``tensors`` are used by the work."""
+    """Enqueue the block's work on ``stream``, after ``events``. ``tensors`` are the tensors that it uses."""
     for event in events:
         stream.wait_event(event)
     module = module_of(stream.device)
@@ -36,7 +36,7 @@ def mark(tensor: Tensor) -> Any:
 
 
 def wait_on_host(event: Any, seconds: float = 60.0) -> None:
-    """Make the host wait for an event, if any. The wait is limited, because a peer may be lost."""
+    """Make the host wait for an event unless it is None. The time is limited, because a peer may be lost."""
     until = time.monotonic() + seconds
     while event is not None and not event.query() and time.monotonic() < until:
         time.sleep(1e-4)
