@@ -1,4 +1,4 @@
-"""PyTorch code that the recipes share: mixed precision, weights, and the arrays in their checkpoints."""
+"""PyTorch code that the recipes share: mixed precision, loading weights, and checkpoint arrays."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ Array = np.ndarray[Any, Any]
 
 
 def autocast(device: torch.device, precision: str) -> AbstractContextManager[Any]:
-    """Return an autocast context, which uses 16-bit convolutions if the precision is 16-bit."""
+    """Return an autocast context for a device. It has no effect if the precision is "float32"."""
     dtype = torch.float16 if precision == "float16" else torch.bfloat16
     return torch.autocast(device.type, dtype, enabled=precision != "float32")
 
 
 def load_weights(model: torch.nn.Module, file: str, is_head: Callable[[str], bool]) -> list[str]:
-    """Load a state dict. If its head is for other classes, the model keeps its current head.
+    """Load a state dict. If its head has a different shape, the model keeps its current head.
 
     Args:
         model: Model to load the state dict into.
@@ -33,7 +33,7 @@ def load_weights(model: torch.nn.Module, file: str, is_head: Callable[[str], boo
 
     Raises:
         OSError: The file cannot be read.
-        ValueError: The file belongs to another model, or does not contain a state dict.
+        ValueError: The file contains another model, or does not contain a state dict.
     """
     try:
         if Path(file).is_fifo():

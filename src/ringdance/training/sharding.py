@@ -103,7 +103,7 @@ class Shard:
         return start, stop, 1
 
     def batches(self, batch_size: int) -> Iterator[Indices]:
-        """Yield ``indices()`` in parts of ``batch_size``. The last part may be shorter."""
+        """Yield ``indices()`` in batches of ``batch_size``. The last batch may be shorter."""
         if _whole("batch_size", batch_size) < 1:
             raise ArgumentError("batch_size must be at least 1.")
         indices = self.indices()
@@ -204,7 +204,7 @@ def check_plan(
 
 
 def _compare(same: dict[str, Any], process_set: ProcessSet, members: tuple[int, ...]) -> None:
-    """Raise MismatchError if the ranks passed different arguments, because their shares would be wrong."""
+    """Raise MismatchError if the ranks passed different arguments, which would make their shares wrong."""
     if len(members) == 1:
         return
     by_rank = allgather_json(same, "shard", process_set)

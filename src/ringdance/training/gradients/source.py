@@ -31,10 +31,10 @@ class GradientSource(Protocol):
         """True if gradients are exchanged on their device. See ``DeviceExchange``."""
 
     def kinds(self, computed: bytearray, indices: Sequence[int] | None = None) -> bytearray:
-        """Return the kinds of all gradients, or of ``indices``. The kind is 0 if not ``computed``."""
+        """Return the kinds of all gradients, or of ``indices``. It is 0 for gradients not ``computed``."""
 
     def unreduced(self, computed: bytearray) -> list[int]:
-        """Return the parameters whose gradients are neither ``computed`` nor results of an exchange."""
+        """Return the indices of gradients that are neither ``computed`` nor the results of an exchange."""
 
     def forget(self) -> None:
         """Stop treating any gradient as the result of an exchange, because all were cleared."""
@@ -59,7 +59,7 @@ class GradientSource(Protocol):
         """Submit the reduction of gradients: the views from ``buffers``, or a copy on their device."""
 
     def open_direct(self, engine: Engine, set_id: int, name: str) -> bool:
-        """Create the communicator for ``launch`` if needed. All members call this. False if impossible."""
+        """Create the communicator for ``launch`` if needed. All members call this. True if it exists."""
 
     def launch(self, call: Call, indices: Sequence[int]) -> Any:
         """Exchange a copy of the gradients without a round. Returns an object to use like a ``Work``.
