@@ -37,7 +37,7 @@ def load_weights(model: torch.nn.Module, file: str, is_head: Callable[[str], boo
     """
     try:
         if Path(file).is_fifo():
-            raise ValueError  # not a regular file: reading might never end
+            raise ValueError  # reading a FIFO could block forever
         saved, own = torch.load(file, map_location="cpu", weights_only=True), model.state_dict()
         saved = next((saved[name] for name in ("model", "state_dict") if name in saved), saved)
         fits = {name: one for name, one in saved.items() if name in own and one.shape == own[name].shape}
@@ -57,7 +57,7 @@ def load_weights(model: torch.nn.Module, file: str, is_head: Callable[[str], boo
 def arrays_of(
     optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None = None, **modules: torch.nn.Module
 ) -> dict[str, Array]:
-    """Return copies of everything that a checkpoint needs. Keys are prefixed with the module's name."""
+    """Return copies of everything that a checkpoint needs, with keys such as "model/conv1.weight"."""
     values: dict[str, Any] = {}
     for part, module in modules.items():
         values |= {f"{part}/{name}": value for name, value in module.state_dict().items()}

@@ -294,7 +294,8 @@ class Training:
                 self.kept = replace(at)
                 self.save(self.best)
             return False
-        at.worse += at.step > self.kept.step  # until kept.step, an earlier run found a better model
+        # Evaluations up to kept.step do not count, because an earlier run found a better model there.
+        at.worse += at.step > self.kept.step
         if self.patience and at.worse >= self.patience:
             self.print(f"stopped early: {self.score} was not above {at.best:.5f} in {at.worse} evaluations")
             return True

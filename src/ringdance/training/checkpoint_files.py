@@ -83,7 +83,7 @@ class CheckpointFiles:
         return self._directory / f"{self._name}-{number:08d}{self._suffix}"
 
     def scan(self) -> list[SavedCheckpoint]:
-        """Return all checkpoints: damaged ones, ones without a manifest, then the others in saving order."""
+        """Return all checkpoints: damaged, then without a manifest, then others in the order of saving."""
         present = [saved for number in self._numbers() if (saved := self.look(number))]
         return sorted(present, key=lambda saved: (not saved.problem, saved.serial, saved.number))
 

@@ -83,7 +83,7 @@ class State:
         self._saves += 1
 
     def check_host_updates(self) -> None:
-        """Do nothing, because the hosts of a job never change. Exists for Horovod scripts."""
+        """Do nothing, because the hosts of a job never change. Provided for scripts written for Horovod."""
 
     def save(self) -> None:
         """Keep a copy of the state in memory for ``restore``."""

@@ -297,7 +297,7 @@ class EmbeddingTable:
             yield begin, min(begin + _CHUNK, self.rows)
 
     def _first(self, begin: int) -> int:
-        """Return the offset from row ``begin`` of the first row, from there on, that this rank holds."""
+        """Return the offset of this rank's first row among the table rows from ``begin`` on."""
         return (self._rank - begin) % self._size
 
     def _own(self, array: Array, begin: int, end: int) -> Array:

@@ -157,7 +157,7 @@ def _fail(engine: Engine, kind: str, message: str, ended: str, trace: str = "") 
 
 
 def _cause(engine: Engine, kind: str, message: str, trace: str = "") -> None:
-    """Report the cause to Ringdance's launcher. Without one, log what Python has not already printed."""
+    """Report the cause to Ringdance's launcher. Without a launcher, log what Python has not printed."""
     who = engine.identity
     if "RINGDANCE_JOB" not in os.environ:
         if kind in ("exit", "code"):

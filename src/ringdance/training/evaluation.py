@@ -21,7 +21,7 @@ _LEAST = 1e-15  # Probabilities are clipped to this minimum before the logarithm
 
 
 class TopK:
-    """Counts how often the correct class is among the top k. Exact, because counts are integers.
+    """Counts how often the correct class is among the top k. The result is exact.
 
     A class with the same score as the correct class is ranked above it. If the score of the correct class is
     NaN, all other classes are ranked above it.

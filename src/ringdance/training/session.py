@@ -235,7 +235,7 @@ def regroup() -> Any:
         The ``comm`` argument of the last ``init``, for the next one.
 
     Raises:
-        RankLostError: A process has exited, or did not call this within ``elastic_timeout`` seconds.
+        RankLostError: A process has exited, or did not call this within the time limit ``elastic_timeout``.
     """
     ended = engine()
     _leave()

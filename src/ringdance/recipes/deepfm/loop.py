@@ -107,7 +107,7 @@ def warm_start(start: Path, model: Any, about: dict[str, Any]) -> None:
     """Initialize the model from an exported one, which must match ``about``. Collective."""
 
     def exported() -> tuple[dict[str, Array], str]:
-        """Return the exported model's layers, and an error message, which is empty if it can be used."""
+        """Return the model's layers, and an error message, which is empty if the model can be used."""
         try:
             exported_about = whole_model(start)
         except (ArgumentError, OSError) as error:

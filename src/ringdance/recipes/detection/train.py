@@ -153,7 +153,7 @@ def _body(backbone: str, norm: str, weights: str | None) -> Any:
 
 
 def group(channels: int) -> nn.Module:
-    """Return a GroupNorm layer, which does not depend on the other images in the batch."""
+    """Return a GroupNorm layer, whose output does not depend on the other images in the batch."""
     return nn.GroupNorm(min(32, channels // 4), channels)
 
 
@@ -197,7 +197,7 @@ class DetectionModel:
         self.sums: dict[str, Any] = {}
 
     def pixels(self, image: Tensor) -> Tensor:
-        """Copy an image to the device, and scale its values to 0 to 1."""
+        """Copy an image to the device, and scale its values to the range 0 to 1."""
         return image.to(self.device, non_blocking=True).float() / 255
 
     def step(self, batch: Batch, rate: float) -> None:

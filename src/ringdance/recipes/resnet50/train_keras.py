@@ -74,7 +74,10 @@ Array = np.ndarray[Any, Any]
 
 
 def resnet50(classes: int, image_size: int, width: int = 64) -> Any:
-    """Build ResNet-50 v1.5 (stride in the 3x3 convolutions). It maps channels-last pixels to logits."""
+    """Build ResNet-50 v1.5, which has the stride in the 3x3 convolutions.
+
+    The input is channels-last pixels from 0 to 255, and the output is logits.
+    """
     layers = keras.layers
 
     def conv(x: Any, filters: int, kernel: int, stride: int = 1) -> Any:

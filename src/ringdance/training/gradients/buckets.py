@@ -40,7 +40,7 @@ class Bucket:
 def parts_of(
     indices: Sequence[int], nbytes: Callable[[int], int], on_device: bool = False
 ) -> list[list[int]]:
-    """Divide parameters, in backward order, into parts of an eighth of their total size, but 1 to 32 MiB.
+    """Divide parameters, in backward order, into parts of an eighth of their total size (1 to 32 MiB).
 
     Args:
         indices: Indices of the parameters, in order.

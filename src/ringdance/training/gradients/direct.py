@@ -61,7 +61,7 @@ class DirectBuckets:
                     self.deviation = before
 
     def spoil(self) -> None:
-        """Note that the launched buckets contain the gradients of another pass. Thread: script."""
+        """Record that the launched buckets contain the gradients of another pass. Thread: script."""
         if self._launched:
             self.deviation = max(self.deviation, Deviation.OTHER)
 

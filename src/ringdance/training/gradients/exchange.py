@@ -208,7 +208,7 @@ class GradientExchange:
         self.buckets.restart(wait=self.mode is not Mode.DIRECT)
 
     def on_gradient(self, index: int) -> None:
-        """Note a computed gradient. With overlap, send its bucket once it is complete. Thread: autograd.
+        """Record a computed gradient. With overlap, send its bucket once it is complete. Thread: autograd.
 
         Raises:
             AssertionError: The gradient was already reduced in this step and the operation is not Average,
@@ -377,7 +377,7 @@ class GradientExchange:
         self._fast_path.back_off()
 
     def _exchanged(self, union: bytes) -> None:
-        """Note that the gradients in ``union`` have been reduced."""
+        """Record that the gradients in ``union`` have been reduced."""
         state = self.state
         if self.operation is not ReduceOp.AVERAGE:
             both = zip(union, state.reduced, strict=True)

@@ -104,7 +104,7 @@ class FastPath:
         self._backoff = min(2 * self._backoff, _MOST_BACKOFF)
 
     def restart(self) -> None:
-        """Forget the results of earlier exchanges. All ranks call this in the same exchange."""
+        """Discard the results of earlier exchanges. All ranks call this in the same exchange."""
         self._in_a_row = 0
         self._backoff = _FIRST_BACKOFF
 

@@ -41,7 +41,7 @@ _log = logging.getLogger("ringdance")
 
 Values = dict[str, float]
 _LIMIT = 150  # maximum steps of warm-up and search; the comparison with the start values follows
-_FEWEST = 6  # steps before anything changes, in which the ranks see all requests of a step
+_FEWEST = 6  # steps before anything changes, so that the ranks see all requests of a step
 _COLUMNS = (
     "hierarchical_allreduce", "hierarchical_allgather", "torus_allreduce", "cache_enabled", "cycle_time_ms",
     "tensor_fusion_threshold", "score", "step", "chunk_bytes", "wire_bytes", "overlap", "intra_op_threads",
@@ -71,7 +71,7 @@ class Autotuner:
         engine: This rank's engine.
 
     Attributes:
-        values: Values that the ranks last agreed on. Missing values are as in the job's settings.
+        values: Values that the ranks last agreed on. A missing value is the one in the job's settings.
         done: True once there will be no further changes.
     """
 

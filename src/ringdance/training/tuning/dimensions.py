@@ -36,7 +36,7 @@ def dimensions_of(
     answers: Sequence[Mapping[str, Any]], file: Mapping[str, float], largest: tuple[int, int, int],
     rooms: Mapping[str, int], small: int, hosts: bool,
 ) -> list[Dimension]:
-    """Return what can be tuned, the most effective first. The result is the same on all ranks.
+    """Return the dimensions to tune, the most effective first. The result is the same on all ranks.
 
     Each dimension starts with the job's current value, even if that is not one of the usual values.
 
