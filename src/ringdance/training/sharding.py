@@ -43,7 +43,7 @@ class Shard:
         seed: Seed for shuffling, 0 to 2**32 - 1, the same on all ranks.
         layout: "strided" (rank r gets positions r, r + size, ... of the order) or "contiguous" (blocks).
         process_set: Ranks among which the samples are divided.
-        rank, size: Override this rank in the set and the size of the set. If passed, no arguments are compared.
+        rank, size: Override the rank in the set, and the set size. If passed, arguments are not compared.
 
     Attributes:
         epoch: Epoch set by ``set_epoch``, initially 0.
