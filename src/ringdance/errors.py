@@ -151,7 +151,7 @@ class StallError(CollectiveError):
 
 
 class DeadlockError(StallError):
-    """All ranks wait for operations that another rank has not submitted. None of them can ever complete."""
+    """Every rank is waiting for an operation that another rank has not submitted. None can ever complete."""
 
 
 class EngineError(CollectiveError):

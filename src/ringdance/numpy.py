@@ -64,7 +64,7 @@ def _run(call: Call, arrays: Any, out: Any = None, wait: bool = True, splits: An
             outputs = tuple(out) if grouped else (out,)
             if grouped or out is not views[0] or not out.flags.writeable:
                 _check_out(outputs, views)
-        elif call.keeps_shapes:  # Letting the engine allocate (aligned for TensorFlow) takes 1 µs more.
+        elif call.keeps_shapes:  # Allocation by the engine (aligned for TensorFlow) takes 1 µs longer.
             outputs = tuple(map(np.empty_like, views)) if grouped else (np.empty_like(views[0]),)
         rows = None if splits is None else (np.asarray(splits),)
     except (ArgumentError, TypeError, ValueError) as error:

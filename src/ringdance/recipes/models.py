@@ -1,4 +1,4 @@
-"""Write exported models atomically, verify them on reading, and write scores as text."""
+"""Export models atomically, verify exported models when they are read, and write scores as text."""
 
 from __future__ import annotations
 
@@ -79,12 +79,12 @@ def export(
 def _on_rank_0(name: str, action: Callable[[], str | None]) -> None:
     """Run an action on rank 0. If it fails or returns an error message, exit on all ranks."""
     problem = ""
-    # Only rank 0 works here, for seconds. Without the pause, the waiting ranks would report a stall.
+    # Rank 0 may work for several seconds. Without the pause, the waiting ranks would report a stall.
     with hvd.pause_stall_check("export"):
         if hvd.rank() == 0:
             try:
                 problem = action() or ""
-            except Exception as error:  # of any framework
+            except Exception as error:  # can come from any framework
                 problem = _not_written(name, error)
         problem = hvd.broadcast_object(problem)
     if problem:
@@ -96,7 +96,7 @@ def _not_written(name: str, error: Exception) -> str:
 
 
 def wrong_target(given: argparse.Namespace) -> str:
-    """Return why ``--export`` must not write to its target, or an empty string. Called before training."""
+    """Return an error message if ``--export`` must not write to its target, otherwise an empty string."""
     if not given.export:
         return ""
     target = Path(given.export).resolve()
@@ -144,8 +144,8 @@ def whole_model(model: Path) -> dict[str, Any]:
     """Return the contents of ``model.json``, after verifying all files of the model.
 
     Raises:
-        ArgumentError: ``model.json`` or one of these files is missing or damaged.
-        OSError: One of them cannot be read.
+        ArgumentError: ``model.json`` or a file that it lists is missing or damaged.
+        OSError: One of the files cannot be read.
     """
     about = about_model(model)
     for name, checksum in about["checksums"].items():

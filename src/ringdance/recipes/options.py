@@ -22,7 +22,7 @@ class Options(Parser):
     """An argument parser for recipes. Only rank 0 prints errors."""
 
     def add_shared(self, keep: int, log_every: int) -> None:
-        """Add the options that ``Training`` reads, with the given defaults for two of them."""
+        """Add the options that ``Training`` reads. ``keep`` and ``log_every`` are defaults."""
         add = self.add_argument
         limit = "write a checkpoint and stop after {} of this run"
         add("--steps", type=count, metavar="N", help=limit.format("N steps"))
@@ -60,7 +60,7 @@ class Options(Parser):
         self.add_shared(keep=3, log_every=20)
 
     def read(self) -> argparse.Namespace:
-        """Read the command line of an image recipe, which has ``--weights``."""
+        """Parse the command line of an image recipe, and check the option ``--evaluate``."""
         given = self.parse_args()
         if given.evaluate and bool(given.checkpoints) == bool(given.weights):
             self.error("--evaluate needs either --checkpoints DIR or --weights FILE")

@@ -20,10 +20,11 @@ class ProgressTable:
         given: Options of the recipe (see ``Options``).
         unit: Name of the samples, such as "images".
         samples: Number of samples per epoch.
-        epochs: Length of the training run.
+        epochs: Number of epochs in the training run.
 
     Attributes:
-        began: Start of the run on the ``time.perf_counter`` clock, moved back by the time of earlier runs.
+        began: Start of the run on the ``time.perf_counter`` clock, moved back by the duration of earlier
+            runs.
     """
 
     def __init__(self, given: argparse.Namespace, unit: str, samples: int, epochs: float) -> None:
@@ -42,7 +43,7 @@ class ProgressTable:
             print(text, flush=True)
 
     def seconds(self) -> float:
-        """Return the time so far, including earlier runs."""
+        """Return the elapsed time in seconds, including earlier runs."""
         return time.perf_counter() - self.began
 
     def cost(self) -> str:

@@ -43,7 +43,7 @@ ENDINGS = (".jpeg", ".jpg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 
 
 def program_of(model: Path, about: dict[str, Any]) -> Callable[..., Array]:
-    """Return the exported program, as a function of arrays.
+    """Load the exported program. Returns it as a function that takes and returns arrays.
 
     Raises:
         ArgumentError: The program cannot be read.
@@ -104,7 +104,7 @@ class Photographs:
         self.rows = np.zeros(len(self.paths), [("label", np.int64)])
         self.rows["label"] = [labels.get(path.parent.name, -1) for path in self.paths]
         self.names = [str(path.relative_to(directory)) for path in self.paths]
-        self.broken: dict[int, str] = {}  # errors of broken images, by number
+        self.broken: dict[int, str] = {}  # error messages, by number of the broken image
         self._black: bytes = optional("simplejpeg", ArgumentError).encode_jpeg(np.zeros((8, 8, 3), np.uint8))
 
     def __len__(self) -> int:

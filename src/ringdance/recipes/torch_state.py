@@ -1,4 +1,4 @@
-"""PyTorch code that the recipes share: mixed precision, weights, and the arrays in their checkpoints."""
+"""PyTorch code that the recipes share: mixed precision, loading weights, and checkpoint arrays."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ Array = np.ndarray[Any, Any]
 
 
 def autocast(device: torch.device, precision: str) -> AbstractContextManager[Any]:
-    """Return an autocast context, which uses 16-bit convolutions if the precision is 16-bit."""
+    """Return an autocast context for a device. It has no effect if the precision is "float32"."""
     dtype = torch.float16 if precision == "float16" else torch.bfloat16
     return torch.autocast(device.type, dtype, enabled=precision != "float32")
 
 
 def load_weights(model: torch.nn.Module, file: str, is_head: Callable[[str], bool]) -> list[str]:
-    """Load a state dict. If its head is for other classes, the model keeps its current head.
+    """Load a state dict. If its head has a different shape, the model keeps its current head.
 
     Args:
         model: Model to load the state dict into.
@@ -33,11 +33,11 @@ def load_weights(model: torch.nn.Module, file: str, is_head: Callable[[str], boo
 
     Raises:
         OSError: The file cannot be read.
-        ValueError: The file belongs to another model, or does not contain a state dict.
+        ValueError: The file contains another model, or does not contain a state dict.
     """
     try:
         if Path(file).is_fifo():
-            raise ValueError  # not a regular file: reading might never end
+            raise ValueError  # reading a FIFO could block forever
         saved, own = torch.load(file, map_location="cpu", weights_only=True), model.state_dict()
         saved = next((saved[name] for name in ("model", "state_dict") if name in saved), saved)
         fits = {name: one for name, one in saved.items() if name in own and one.shape == own[name].shape}
@@ -57,7 +57,7 @@ def load_weights(model: torch.nn.Module, file: str, is_head: Callable[[str], boo
 def arrays_of(
     optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None = None, **modules: torch.nn.Module
 ) -> dict[str, Array]:
-    """Return copies of everything that a checkpoint needs. Keys are prefixed with the module's name."""
+    """Return copies of everything that a checkpoint needs, with keys such as "model/conv1.weight"."""
     values: dict[str, Any] = {}
     for part, module in modules.items():
         values |= {f"{part}/{name}": value for name, value in module.state_dict().items()}

@@ -39,7 +39,7 @@ TRAINED_ON = "train (the data has no other split: these are not validation metri
 
 @dataclass
 class Position:
-    """The position of a training run.
+    """A position in a training run.
 
     Attributes:
         step: Number of steps completed, in all epochs.
@@ -64,10 +64,10 @@ class Training:
     Args:
         given: Options of the recipe (see ``Options``). ``patience`` and ``sample_log`` are optional.
         model: Model to train. See Note [Models of recipes].
-        options: Options that must have the same values to resume from a checkpoint.
+        options: Options that must have the same values when a run resumes from a checkpoint.
         unit: Name of the samples, such as "images".
         samples: Number of samples per epoch.
-        epochs: Length of the training run.
+        epochs: Number of epochs in the training run.
         split: Name of the split that is evaluated.
         score: Name of the metric by which the best model is chosen. Higher is better.
         suffix: File name suffix of the checkpoints.
@@ -134,7 +134,7 @@ class Training:
         """Restore the newest checkpoint, or the best model. Returns True if there was one.
 
         Raises:
-            SystemExit: The checkpoint was written with other options, or cannot be read.
+            SystemExit: The checkpoint was written with different options, or cannot be read.
         """
         restored = (best and self._restore(self.best)) or self._restore(self.files)
         if self.best and (kept := self._read(self.best)):
@@ -220,8 +220,8 @@ class Training:
         Args:
             loader: Loads the samples. ``loader.plan`` knows where an epoch ends.
             step: Updates the model with one batch, given the position. Returns the learning rate.
-            due: Returns True if it is time to evaluate, given the position and two booleans: the epoch has
-                ended, and training has ended. By default, evaluate after every ``given.evaluate_every``
+            due: Returns True if it is time to evaluate, given the position, whether the epoch has ended, and
+                whether training has ended. By default, evaluate after every ``given.evaluate_every``
                 epochs and at the end, or never if that option is 0.
         """
         given, at = self.given, self.at
@@ -251,7 +251,7 @@ class Training:
                 if over:
                     break
             else:
-                if at.done:  # fewer samples were left than one batch for this many ranks
+                if at.done:  # too few samples were left for a batch on this many ranks
                     over = self._after(True, False, due)
         if last and at.step < last and at.epoch >= self.epochs:
             self.print(
@@ -294,14 +294,15 @@ class Training:
                 self.kept = replace(at)
                 self.save(self.best)
             return False
-        at.worse += at.step > self.kept.step  # up to kept.step, an earlier run went on to find a better model
+        # Evaluations up to kept.step do not count, because an earlier run found a better model there.
+        at.worse += at.step > self.kept.step
         if self.patience and at.worse >= self.patience:
             self.print(f"stopped early: {self.score} was not above {at.best:.5f} in {at.worse} evaluations")
             return True
         return False
 
     def close(self, about: dict[str, Any]) -> None:
-        """Export the best model to a directory, if requested. ``about`` describes it."""
+        """Export the best model, if requested, and end the run. ``about`` is added to model.json."""
         seconds, cost = self.progress.seconds(), self.progress.cost()
         if self.given.export:
             self._restore(self.best)  # waits until the best model has been written
@@ -332,6 +333,6 @@ def _one_sentence() -> Iterator[None]:
 
 def write(path: Path, state: dict[str, Array]) -> None:
     """Write arrays in ``.npz`` format to a file with any suffix."""
-    arrays: Any = state  # names must not clash with parameters of np.savez; NumPy 2.2 added another one
+    arrays: Any = state  # no array name may match a parameter of np.savez; NumPy 2.2 added one
     with open(path, "wb") as file:
         np.savez(file, **arrays)

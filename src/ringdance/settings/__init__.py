@@ -90,7 +90,7 @@ def without_effect(environ: Mapping[str, str]) -> list[tuple[str, str, str]]:
 
 
 def _first(environ: Mapping[str, str], *names: str) -> tuple[str, str]:
-    """Return the name and value of the first of these variables that is set, or ("", "") if none is."""
+    """Return the name and value of the first variable in ``names`` that is set, or ("", "") if none is."""
     return next(((name, text) for name in names if (text := environ.get(name, "").strip())), ("", ""))
 
 
@@ -109,7 +109,7 @@ def _value(setting: Setting, variable: str, text: str, notes: list[str]) -> Any:
                 f"{variable}={text!r} cannot be used: expected {setting.parser.expected}. "
                 f"({setting.doc} Default: {show(setting, setting.default)}.)"
             ) from None
-    # Horovod reads invalid values of some settings as 0. Follow it for switches only, because setting a
+    # Horovod reads invalid values of some settings as 0. Do the same for switches only, because setting a
     # number to 0 could change more than the user intended.
     value = False if isinstance(setting.default, bool) else setting.default
     expected = "an integer (0 means off)" if isinstance(value, bool) else setting.parser.expected
@@ -118,7 +118,7 @@ def _value(setting: Setting, variable: str, text: str, notes: list[str]) -> Any:
 
 
 def _unknown(environ: Mapping[str, str]) -> Iterator[str]:
-    """Yield a warning for each unknown variable with one of the prefixes, with the closest known name."""
+    """Yield a warning for each unknown ``RINGDANCE_*`` or ``HOROVOD_*`` variable, with the closest name."""
     known = {name for setting in SETTINGS for name in (setting.own, setting.legacy) if name}
     known |= LAUNCHER_NAMES | BUILD_NAMES | {prefix + name for prefix in _PREFIXES for name in NO_EFFECT}
     for name in sorted(environ):

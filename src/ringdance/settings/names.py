@@ -53,11 +53,11 @@ LAUNCHER_NAMES: frozenset[str] = frozenset(
 )
 BUILD_NAMES: frozenset[str] = frozenset("HOROVOD_" + name for name in _BUILD.split())
 
-# `ringdance run` passes facts to its ranks in variables with this prefix. Users do not set them.
+# `ringdance run` passes information to its ranks in variables with this prefix. Users do not set them.
 LAUNCH_PREFIX = "RINGDANCE_JOB"
-# init() passes the rank, as JSON, to processes that the rank starts.
+# In this variable, init() describes the rank, as JSON, for processes that the rank starts.
 STARTED_BY = "RINGDANCE_JOB_RANK"
-# `ringdance search` passes facts to its trials in variables with this prefix.
+# `ringdance search` passes information to its trials in variables with this prefix.
 SEARCH_PREFIX = "RINGDANCE_SEARCH_"
 
 # Environment variables in which common launchers pass each process its rank and the number of processes.

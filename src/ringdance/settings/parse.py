@@ -72,7 +72,7 @@ def _steps(text: str) -> tuple[int, ...]:
 
 
 def choice(*words: str) -> Parser[str]:
-    """Return a parser for one of ``words``, which are lower-case. Parsing ignores case."""
+    """Return a parser for one of ``words``, which must be lowercase. Parsing ignores case."""
     return Parser("one of " + ", ".join(words), str.lower, words.__contains__)
 
 

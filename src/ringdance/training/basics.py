@@ -31,7 +31,8 @@ def init(comm: Any = None, process_sets: Iterable[ProcessSet] | str | None = Non
 
     Args:
         comm: ``None`` for the whole job, a list of ranks in MPI_COMM_WORLD, or an mpi4py communicator. With a
-            list or communicator, only its processes may call ``init``, and all must pass the same order.
+            list or communicator, only its processes may call ``init``, and all must pass the same order
+            of ranks.
         process_sets: Sets to register. They get the ids 1, 2, ... in this order.
             ``"dynamic"`` is accepted, but has no effect: sets can always be added later.
 
@@ -56,8 +57,8 @@ def init(comm: Any = None, process_sets: Iterable[ProcessSet] | str | None = Non
         handles.clear()
         if session.engine().closed:  # This is a child process of a rank, and not in the job.
             return
-    # The first call registers even an empty list: if another rank passes sets, all must get the error.
-    # If the first list was refused, no sets exist yet, so a later call may pass another list.
+    # The first call registers even an empty list: if another rank passes sets, all ranks must get the error.
+    # If the first list was rejected, no sets exist yet, so a later call may pass another list.
     if not again or (sets and len(session.engine().process_sets()) == 1):
         _register_sets(sets)
         session.engine().recorder.uncounted()

@@ -1,11 +1,11 @@
-"""Checkpoint files, which are complete or absent even if a writer is killed or writers share a directory.
+"""Checkpoint files. They are complete or absent, even if a writer is killed or several share a directory.
 
 Note [Manifests]: a checkpoint exists from the moment its manifest is renamed to ``.<file>.json``. Until then,
 its files have temporary names that contain a unique token, which is also recorded in the manifest. Afterwards
 the files are renamed to their final names. Readers prefer a file's temporary name if it still exists, so a
 checkpoint is complete even if its writer was killed between the renames, and a table always matches its
-model. Files that were copied without their manifests also count as checkpoints, but as older than any
-checkpoint with a manifest.
+model. Files that were copied without their manifests also count as checkpoints, but are considered
+older than any checkpoint with a manifest.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TABLE = ".npy"
 tokens: set[str] = set()
 """Tokens of the saves in progress in this process. See Note [Manifests]."""
 _naming = threading.Lock()  # For writers in this process that use the same directory and name.
-_locks: dict[Path, IO[bytes]] = {}  # Held until this process exits.
+_locks: dict[Path, IO[bytes]] = {}  # Lock files, which stay locked until this process exits.
 
 
 class CheckpointError(RingdanceError):
@@ -48,7 +48,7 @@ class SavedCheckpoint(NamedTuple):
         number: Number of the checkpoint.
         serial: Position in the order of saving, starting at 1. 0 if the manifest is missing.
         token: Token in the temporary file names. Empty if the manifest is missing. See Note [Manifests].
-        sizes: Sizes of the checkpoint file and the table file in bytes. A single entry without a table.
+        sizes: Sizes of the checkpoint file and the table file in bytes. A single entry if there is no table.
         checksums: CRC-32 of each of these files. Empty if the manifest is missing.
         problem: Why the checkpoint is not usable. Empty if it is complete.
     """
@@ -83,7 +83,7 @@ class CheckpointFiles:
         return self._directory / f"{self._name}-{number:08d}{self._suffix}"
 
     def scan(self) -> list[SavedCheckpoint]:
-        """Return all checkpoints: damaged ones, ones without a manifest, and then others in saved order."""
+        """Return all checkpoints: damaged, then without a manifest, then others in the order of saving."""
         present = [saved for number in self._numbers() if (saved := self.look(number))]
         return sorted(present, key=lambda saved: (not saved.problem, saved.serial, saved.number))
 
@@ -122,14 +122,14 @@ class CheckpointFiles:
                 saved = saved._replace(problem=f"{file} {problem}")
         with contextlib.suppress(OSError):
             if saved.problem and manifest and _manifest(path).read_bytes() != manifest:
-                return self.look(number)  # Another process has just replaced it.
+                return self.look(number)  # Another process has just replaced the checkpoint.
         return saved if _size(present_path(path, saved.token)) is not None else None
 
     def find(self, number: int | None) -> SavedCheckpoint | None:
-        """Return checkpoint ``number`` (None means the last one saved), or None if no checkpoint exists.
+        """Return checkpoint ``number``. If it is None, return the last one saved, or None if none exist.
 
         Raises:
-            CheckpointError: The checkpoint does not exist or is damaged.
+            CheckpointError: Checkpoint ``number`` does not exist or is damaged, or all are damaged.
         """
         every, result = self.scan(), None
         for place, saved in reversed(list(enumerate(every))):
@@ -279,7 +279,7 @@ def _manifest(path: Path) -> Path:
 
 def partial_path(path: Path, token: str) -> Path:
     """Return a file's temporary path. See Note [Manifests]."""
-    return path.with_name(f".{path.name}.partial-{token}")  # torch.save writes the stem into the file.
+    return path.with_name(f".{path.name}.partial-{token}")  # torch.save stores the stem in the file.
 
 
 def _size(path: Path) -> int | None:

@@ -40,13 +40,13 @@ class Checkpoints:
 
     All ranks must call each method. Only rank 0 uses the directory, so no other host needs access to it. A
     checkpoint exists once it is completely on disk, so a killed run loses at most the checkpoint that it was
-    writing. Several objects can share a directory if their names or suffixes differ.
+    writing. Several ``Checkpoints`` can share a directory if their names or suffixes differ.
 
     Args:
         directory: Directory of the checkpoints. Created if needed.
         keep: Number of checkpoints to keep.
         name: Files are named ``<name>-<number><suffix>``. Table files have ``.npy`` appended.
-        suffix: Suffix such as ".pt". It cannot end with ".npy".
+        suffix: Suffix such as ".pt". It must not end with ".npy".
 
     Raises:
         ArgumentError: ``keep`` is less than 1, or ``name`` or ``suffix`` cannot be used in file names.
@@ -74,7 +74,7 @@ class Checkpoints:
     def save(
         self, number: int, write: Callable[[Path], Any], table: EmbeddingTable | None = None
     ) -> None:
-        """Wait for the previous checkpoint to be complete, then write a checkpoint in the background.
+        """Wait until the previous checkpoint is complete, then write a checkpoint in the background.
 
         Args:
             number: Non-negative number, such as the step. Replaces an existing checkpoint with this number.
@@ -141,7 +141,8 @@ class Checkpoints:
             table: Table to fill with the values that were saved with the checkpoint.
 
         Raises:
-            CheckpointError: The checkpoint does not exist, is damaged or has no table, or all are damaged.
+            CheckpointError: The checkpoint does not exist, is damaged or has no table, or all checkpoints are
+                damaged.
             ArgumentError: The saved table has a different shape. Raised on all ranks.
         """
 
@@ -149,7 +150,7 @@ class Checkpoints:
             for _ in range(_READS):
                 if (saved := self._files.find(number)) is None:
                     return None
-                with contextlib.suppress(FileNotFoundError):  # Another process has just replaced it.
+                with contextlib.suppress(FileNotFoundError):  # Another process has just replaced the file.
                     content = present_path(self._files.path(saved.number), saved.token).read_bytes()
                     return saved, content, None if table is None else self._files.table(saved)
             raise CheckpointError("other processes keep replacing checkpoints while they are read")

@@ -86,7 +86,7 @@ def describe(
     _check_operation(kind, names, operation)
     detail: tuple[int, ...] = ()
     if kind in (Collective.ALLGATHER, Collective.ALLTOALL, Collective.REDUCESCATTER) and not all(shapes):
-        detail = (-1,)  # The tensor has no dimensions. The engine refuses it on all members.
+        detail = (-1,)  # The tensor has no dimensions. The engine rejects it on all members.
     if kind in (Collective.ALLGATHER, Collective.ALLTOALL):
         shapes = tuple(shape[1:] for shape in shapes)
     return Description(kind, names, shapes, operation, prescale, postscale, root, detail)
@@ -126,7 +126,7 @@ def check_gradient(operation: ReduceOp, size: int, where: str) -> None:
 
 
 def is_random_state(variable: Any) -> bool:
-    """Return True if a variable is a Keras 3 seed (as in Dropout). Each rank keeps its own seeds."""
+    """Return True if a variable is the state of a Keras 3 seed generator. Each rank keeps its own state."""
     return "seed_generator_state" in str(getattr(variable, "path", ""))
 
 

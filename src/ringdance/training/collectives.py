@@ -5,7 +5,7 @@ to NumPy views, submits the call and converts the results back to tensors. A cal
 frameworks that compile programs can store it in a graph as text.
 
 Note [Refused calls]
-An argument error that only this rank can see is raised here immediately. The other ranks are still waiting
+An argument error that only this rank can detect is raised here immediately. The other ranks are still waiting
 for this rank's call, so ``Call.refuse`` makes their calls fail with the same message.
 """
 
@@ -35,7 +35,7 @@ Arrays = tuple[Array, ...]
 
 
 def array_at(address: int, shape: tuple[int, ...], dtype: np.dtype[Any], owner: Any = None) -> Any:
-    """Return a writable array over a framework's memory, which keeps the ``owner`` of that memory alive."""
+    """Return a writable array that uses a framework's memory and keeps ``owner`` alive."""
     nbytes = math.prod(shape) * dtype.itemsize
     if not nbytes:
         return np.empty(shape, dtype)
@@ -58,7 +58,8 @@ class Call:
         grouped: True if the call takes a list of tensors, which are exchanged together.
         equal_splits: True for an alltoall without splits.
         tables: Names of the tables whose rows are reduced. See ``gradients.sparse.submit``.
-        step_mark: Set in the last exchange of a step: the kind of caller that marks it. See ``completed``.
+        step_mark: Set in the last exchange of a step: the kind of caller that marks the step. See
+            ``completed``.
         pattern: Gradient reductions only: the text from ``gradients.lists.pattern_of``.
         weights: Weight comparisons only: the texts from ``gradients.weights.call_of``.
     """
@@ -123,7 +124,7 @@ class Call:
                 inputs to work in place, or ``None`` to let the engine allocate the results.
             splits: Alltoall only: for each tensor, the number of rows to send to each member, or ``None``.
             wake: If True, wake the engine thread to start the call. Callers that wait right away pass False.
-            device: Type of device, if the inputs are the framework's own tensors.
+            device: Device type, if the inputs are the framework's own tensors.
             ready: Passed on to ``Request``.
 
         Returns:
@@ -235,7 +236,8 @@ class Backward:
     run in the same order on all ranks.
 
     Args:
-        call: Call that exchanges the gradients of the results. An alltoall takes the received splits.
+        call: Call that exchanges the gradients of the results. For an alltoall, the splits are the
+            numbers of rows that the forward call received.
         keep: The part of the call's results that is the gradient.
         scale: Factor applied to the gradients before the call.
     """
@@ -245,7 +247,7 @@ class Backward:
     scale: float = 1.0
 
 
-# Returns a call with these fields. Equal fields give the same object, so that its description is built only
+# Returns a call with the given fields. Equal fields give the same object, so its description is built only
 # once. Do not use this if the shapes of the tensors change from call to call.
 prepared = lru_cache(maxsize=4096)(Call)
 

@@ -58,14 +58,14 @@ class State:
     def __init__(
         self, bcast_object: Broadcast | None = None, get_rank: Callable[[], int] | None = None
     ) -> None:
-        # Its own name, so that this call cannot match one of the script's broadcasts.
+        # A separate name, so that this call cannot match one of the script's broadcasts.
         self._bcast_object = bcast_object or functools.partial(broadcast_object, name="elastic.state")
         self._rank = get_rank or basics.rank
         self._reset_callbacks: list[Callable[[], Any]] = []
         self._saves = 0
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], Any]]) -> None:
-        """Register functions to call after each restart of the job, in this order.
+        """Register functions to call after each restart of the job, in the given order.
 
         The number of ranks may have changed, so this is the place to rescale the learning rate.
         """
@@ -83,7 +83,7 @@ class State:
         self._saves += 1
 
     def check_host_updates(self) -> None:
-        """Do nothing, because the hosts of a job never change. Exists for Horovod scripts."""
+        """Do nothing, because the hosts of a job never change. Provided for scripts written for Horovod."""
 
     def save(self) -> None:
         """Keep a copy of the state in memory for ``restore``."""
@@ -204,7 +204,7 @@ def restart() -> None:
     """Leave and rejoin the job. All ranks call this. The script must add its process sets again.
 
     Raises:
-        RankLostError: A process has exited, or does not rejoin within the setting ``elastic_timeout``.
+        RankLostError: A process has exited, or does not rejoin within the time limit ``elastic_timeout``.
     """
     basics.init(session.regroup())
 

@@ -1,4 +1,4 @@
-"""An embedding table in host memory, of which each step reads and updates some rows.
+"""An embedding table in host memory. Each step reads and updates only some of its rows.
 
 The framework sees only the rows that a step uses, and computes their gradient as for any dense tensor. The
 time and memory for a step therefore do not depend on the size of the table. A table is either replicated (all
@@ -60,7 +60,7 @@ class EmbeddingTable:
         name: Key that matches the ranks' calls. Also appears in messages.
 
     Attributes:
-        rows, columns, rate, sharded, name: The arguments.
+        rows, columns, rate, sharded, name: The arguments with these names.
         values, accumulators: Arrays of shape (rows on this rank, columns).
 
     Source: Duchi, Hazan, Singer: Adaptive subgradient methods, JMLR 2011.
@@ -297,11 +297,11 @@ class EmbeddingTable:
             yield begin, min(begin + _CHUNK, self.rows)
 
     def _first(self, begin: int) -> int:
-        """Return the offset of this rank's first row in a part of the table that starts at row ``begin``."""
+        """Return the offset of this rank's first row among the table rows from ``begin`` on."""
         return (self._rank - begin) % self._size
 
     def _own(self, array: Array, begin: int, end: int) -> Array:
-        """Return this rank's rows in a part of the table."""
+        """Return the elements of ``array`` (this rank's rows) for table rows ``begin`` to ``end - 1``."""
         local = (begin + self._first(begin)) // self._size
         return array[local : local + len(range(begin + self._first(begin), end, self._size))]
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("ringdance")
 
-# Seconds that the other ranks have to receive the message and raise their own errors. Once this process
+# Time in seconds for the other ranks to receive the message and raise their own errors. Once this process
 # exits, the MPI launcher kills them.
 _GRACE = 0.5
 
@@ -146,7 +146,7 @@ class Process:
 
 
 def _fail(engine: Engine, kind: str, message: str, ended: str, trace: str = "") -> None:
-    """Report this rank's failure to the launcher, and stop the job on any other ranks."""
+    """Report this rank's failure to the launcher, and stop the job on the other ranks."""
     if engine.size == 1:
         return
     _cause(engine, kind, message, trace)
@@ -157,7 +157,7 @@ def _fail(engine: Engine, kind: str, message: str, ended: str, trace: str = "") 
 
 
 def _cause(engine: Engine, kind: str, message: str, trace: str = "") -> None:
-    """Report the cause to Ringdance's launcher. Without it, log what Python has not already printed."""
+    """Report the cause to Ringdance's launcher. Without a launcher, log what Python has not printed."""
     who = engine.identity
     if "RINGDANCE_JOB" not in os.environ:
         if kind in ("exit", "code"):

@@ -17,11 +17,11 @@ from ringdance.training.objects import allgather_json
 __all__ = ["BinaryScores", "TopK"]
 
 _SAMPLES = 256  # Number of scores that each rank samples, to choose the range of scores for each rank.
-_LEAST = 1e-15  # Probabilities are clipped to this minimum before taking the logarithm.
+_LEAST = 1e-15  # Probabilities are clipped to this minimum before the logarithm is taken.
 
 
 class TopK:
-    """Counts how often the correct class is among the top k. Exact, because counts are integers.
+    """Counts how often the correct class is among the top k. The result is exact.
 
     A class with the same score as the correct class is ranked above it. If the score of the correct class is
     NaN, all other classes are ranked above it.
@@ -60,7 +60,7 @@ class TopK:
         if labels.size and labels.max() >= scores.shape[1]:
             raise ArgumentError(f"TopK.add: label {labels.max()} is not one of {scores.shape[1]} classes.")
         right = scores[np.arange(len(labels)), labels]
-        better = np.count_nonzero(~(scores < right[:, None]), axis=1) - 1  # Without the class itself.
+        better = np.count_nonzero(~(scores < right[:, None]), axis=1) - 1  # The correct class does not count.
         self.count += len(labels)
         for place, k in enumerate(self.ks):
             self._right[place] += int(np.count_nonzero(better < k))
@@ -144,7 +144,7 @@ def _divided(values: Array, counts: Array) -> Array:
     """Exchange scores and their counts so that each rank holds one range of scores. Ranges ascend by rank.
 
     Returns:
-        The counts by ascending score, of shape (n, 2).
+        The counts for this rank's range, of shape (n, 2), in the order of ascending scores.
     """
     engine = session.engine()
     if engine.size == 1:
@@ -163,7 +163,7 @@ def _divided(values: Array, counts: Array) -> Array:
 
 
 def _pairs_won_twice(counts: Array) -> int:
-    """Return twice the number of pairs with a higher positive score. Ties count half. A collective call."""
+    """Return twice the number of pairs that the positive sample wins, plus the ties. A collective call."""
     own = [won_twice(counts), *counts.sum(0).tolist()]
     won = lower = 0
     for pairs, positives, negatives in allgather_json(own, "binary_scores.pairs"):

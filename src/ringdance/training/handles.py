@@ -18,7 +18,7 @@ _numbers = itertools.count()
 
 
 def hold(work: Work, finish: Finish) -> int:
-    """Keep a ``Work`` and its tensors until ``synchronize``, which passes it to ``finish`` for the result."""
+    """Store a ``Work``, and return its handle. ``synchronize`` then returns the result of ``finish``."""
     handle = next(_numbers)
     _pending[handle] = (work, finish)
     return handle

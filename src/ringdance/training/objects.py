@@ -79,7 +79,7 @@ def allgather_object(
 
 
 def allgather_json(value: Any, name: str, process_set: ProcessSet = global_process_set) -> list[Any]:
-    """Return the values of all members in rank order. They must be valid JSON. Tuples become lists."""
+    """Return the values of all members in rank order. They are sent as JSON, so tuples become lists."""
 
     def dumps(value: Any) -> bytes:
         return json.dumps(value, default=operator.index).encode()  # The default converts NumPy integers.

@@ -80,7 +80,7 @@ class ProcessSet:
 
 
 class _GlobalProcessSet(ProcessSet):
-    """The set of all ranks, with id 0. One object for all bindings, because scripts compare it by ``is``."""
+    """The set of all ranks, with id 0. Shared by all bindings, because scripts compare it with ``is``."""
 
     process_set_id = 0
 
@@ -188,7 +188,7 @@ def ranks_of(process_set: ProcessSet) -> tuple[int, ...]:
 
 
 def bind(process_sets: list[ProcessSet]) -> None:
-    """Store the ids of the registered sets with the same ranks. Does not communicate.
+    """Give each set the id of the registered set with the same ranks. Does not communicate.
 
     Groups of torch.distributed are not considered, because only their members know them.
 

@@ -1,4 +1,4 @@
-"""This rank's ring buffer for the host's monitor, and the monitor's client if this rank started it."""
+"""This rank's ring buffer for the host's monitor, and a client if this rank started the monitor."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DYNAMIC = "DYNAMIC"
 
 
 class RankMonitor:
-    """Holds the ring and the client. Outlives an engine, and is reused for the next one."""
+    """Holds the ring and the client. Outlives an engine, and is reused for the next engine."""
 
     def __init__(self) -> None:
         self._ring: Ring | None = None
@@ -94,7 +94,7 @@ class RankMonitor:
         """Start a timeline. Does nothing on ranks other than 0.
 
         Raises:
-            ArgumentError: The setting ``timeline`` is not set ("DYNAMIC" prepares for this call).
+            ArgumentError: The setting ``timeline`` is not set. "DYNAMIC" allows this call.
         """
         if not engine.settings.timeline:
             raise ArgumentError(

@@ -49,7 +49,7 @@ def mark_step(mark: StepMark = StepMark.OPTIMIZER) -> None:
 
 
 def add_profiler(profiler: Profiler) -> None:
-    """Register a framework's profiler. While it is running, it records waits too."""
+    """Register a framework's profiler. While it is running, it also records waits."""
     at_init(lambda: engine().profilers.append(profiler))
 
 
@@ -66,8 +66,8 @@ def note_unseen(error: Exception | None) -> None:
     The script may never see the error. In that case, this rank fails with it at exit.
 
     Args:
-        error: Error with which the exchange failed, or None if it succeeded, which clears an earlier error:
-            the script has continued, because nothing that depends on a failed program runs.
+        error: Error with which the exchange failed, or None if it succeeded. Success clears an earlier error:
+            nothing that depends on a failed program runs, so the script has continued after the error.
     """
     _process.unseen = None if error is None else (_process.engine, error)
 
@@ -109,7 +109,7 @@ def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False)
 
     Raises:
         NotInitializedError: ``init()`` has not been called.
-        ArgumentError: The setting ``timeline`` is not set ("DYNAMIC" prepares for this call).
+        ArgumentError: The setting ``timeline`` is not set. "DYNAMIC" allows this call.
     """
     _process.monitor.start_timeline(engine(), os.fspath(file_path), mark_cycles)
 
@@ -126,7 +126,7 @@ def pause_stall_check(what: str, timeout: float = 3600.0) -> contextlib.Abstract
     ``stall_shutdown_time``.
 
     Args:
-        what: A word or two that describe the work in warnings after ``timeout``.
+        what: A word or two that describe the work, for warnings after ``timeout``.
         timeout: Maximum duration of the work in seconds.
 
     Raises:
@@ -151,7 +151,7 @@ def init(comm: Any = None, transport: tuple[int, Callable[..., Transport]] | Non
         LaunchError: The launcher and the MPI library do not match, MPI is missing, or a scheduler
             has allocated several hosts to the job and this process is the only one.
         ArgumentError: ``comm`` has the wrong type, or does not include this process.
-        NotInitializedError: ``transport`` was passed, but a rank started this process (not supported).
+        NotInitializedError: ``transport`` was passed, but this process was started by a rank.
             Without ``transport``, such a process does not join a job: as in a forked process, ``rank()`` and
             ``size()`` work, but collectives raise this error.
     """
@@ -235,7 +235,7 @@ def regroup() -> Any:
         The ``comm`` argument of the last ``init``, for the next one.
 
     Raises:
-        RankLostError: A process has exited, or did not call this within the setting ``elastic_timeout``.
+        RankLostError: A process has exited, or did not call this within the time limit ``elastic_timeout``.
     """
     ended = engine()
     _leave()

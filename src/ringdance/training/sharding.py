@@ -43,7 +43,7 @@ class Shard:
         seed: Seed for shuffling, 0 to 2**32 - 1, the same on all ranks.
         layout: "strided" (rank r gets positions r, r + size, ... of the order) or "contiguous" (blocks).
         process_set: Ranks among which the samples are divided.
-        rank, size: Override this rank in the set and the size of the set. If passed, nothing is compared.
+        rank, size: Override the rank in the set, and the set size. If passed, arguments are not compared.
 
     Attributes:
         epoch: Epoch set by ``set_epoch``, initially 0.
@@ -103,7 +103,7 @@ class Shard:
         return start, stop, 1
 
     def batches(self, batch_size: int) -> Iterator[Indices]:
-        """Yield ``indices()`` in parts of ``batch_size``. The last part may be shorter."""
+        """Yield ``indices()`` in batches of ``batch_size``. The last batch may be shorter."""
         if _whole("batch_size", batch_size) < 1:
             raise ArgumentError("batch_size must be at least 1.")
         indices = self.indices()
@@ -204,7 +204,7 @@ def check_plan(
 
 
 def _compare(same: dict[str, Any], process_set: ProcessSet, members: tuple[int, ...]) -> None:
-    """Raise MismatchError if the ranks passed different arguments, because their shares would be wrong."""
+    """Raise MismatchError if the ranks passed different arguments, which would make their shares wrong."""
     if len(members) == 1:
         return
     by_rank = allgather_json(same, "shard", process_set)

@@ -100,7 +100,7 @@ def _check_hosts(size: int) -> None:
     """Check that the launcher or scheduler provides only the ``size`` ranks that run on this host.
 
     Raises:
-        LaunchError: There are processes or hosts that MPI does not know. They would train separately or idle.
+        LaunchError: MPI does not know all processes or hosts. The others would train separately or stay idle.
     """
     if "RINGDANCE_JOB" in os.environ:
         return
@@ -176,7 +176,7 @@ class ParentRank:
     """The rank that started this process, as described in the environment.
 
     Attributes:
-        pid: The rank's process id.
+        pid: The rank's process ID.
         place: Its ``rank``, ``size``, ``local_rank`` and so on, by name.
         launch: Variables that the rank's launcher set. In processes of another launch, their values differ.
     """

@@ -1,7 +1,7 @@
-"""Register the backend "ringdance" with torch.distributed, without importing its dependencies.
+"""Register the backend "ringdance" with torch.distributed, without importing the backend's dependencies.
 
-torch 2.5 and later call ``register`` on import, because it is an entry point in the group ``torch.backends``.
-For earlier versions, ``import ringdance.torch`` calls it.
+PyTorch 2.5 and later versions call ``register`` on import, because it is an entry point in the group
+``torch.backends``. With earlier versions, ``import ringdance.torch`` calls it.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ Array = np.ndarray[Any, Any]
 
 
 def options(manual: str) -> argparse.Namespace:
-    """Read the command line."""
+    """Parse the command line."""
     parser = Options(description=manual)
     add = parser.add_argument
     text = "a prepared directory, or a file: Criteo's CSV or TSV, LibSVM, TFRecord; SageMaker: channel train"
@@ -98,7 +98,7 @@ class TableModel:
         """Do nothing: the layers keep no running statistics."""
 
     def export(self, directory: Path) -> None:
-        """Write the files that score.py needs besides the table, and those that --warm-start reads."""
+        """Write the files for score.py (except the table) and the files for --warm-start."""
         self.export_layers(directory)  # type: ignore[attr-defined]
         write(directory / "layers.npz", self.state())  # type: ignore[attr-defined]
 
@@ -107,7 +107,7 @@ def warm_start(start: Path, model: Any, about: dict[str, Any]) -> None:
     """Initialize the model from an exported one, which must match ``about``. Collective."""
 
     def exported() -> tuple[dict[str, Array], str]:
-        """Return the exported model's layers, and why it cannot be used, or an empty string."""
+        """Return the model's layers, and an error message, which is empty if the model can be used."""
         try:
             exported_about = whole_model(start)
         except (ArgumentError, OSError) as error:
@@ -148,7 +148,7 @@ def tables(given: argparse.Namespace) -> tuple[Table, Table, str]:
 
 
 def unusable(splits: dict[str, Table]) -> str:
-    """Return why AUC cannot be computed for a split, or an empty string."""
+    """Return an error message if AUC cannot be computed for one of the splits, otherwise an empty string."""
     try:
         labels = {name: data.only_label() for name, data in splits.items()}
     except ArgumentError as error:
@@ -166,8 +166,8 @@ def main(manual: str, make: Any, init: Callable[[], None] = hvd.init) -> None:
     Args:
         manual: Docstring of the script, for --help.
         make: Creates the model. Called as ``make(given, table, fields)``.
-        init: Replaces ``hvd.init`` if the framework's binding has its own ``init``, which limits the
-            framework's threads to the rank's cores.
+        init: Initializes Ringdance. The ``init`` of a framework's binding also limits the framework's
+            threads to the rank's cores.
     """
     given = options(manual)
     init()

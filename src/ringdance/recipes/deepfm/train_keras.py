@@ -38,7 +38,7 @@ from typing import Any
 import loop  # type: ignore[import-not-found]  # in this directory
 
 if __name__ == "__main__":
-    # Importing TensorFlow takes seconds. Answer --help and wrong options first.
+    # Importing TensorFlow takes several seconds. Handle --help and reject invalid options first.
     loop.options(__doc__ or "")
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
@@ -95,7 +95,7 @@ class KerasTableModel(loop.TableModel):  # type: ignore[misc]
         self.optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(given.rate))
         self.optimizer.build(self.layers.trainable_variables)
         self._variables = [*self.layers.variables, *self.optimizer.variables]
-        # None avoids retracing for batches of other lengths or with another number of distinct ids.
+        # A length of None avoids retracing if the number of rows or of distinct ids changes.
         rows, values = tf.TensorSpec((None, table.columns)), tf.TensorSpec((None, fields))
         labels, number = tf.TensorSpec((None,)), tf.TensorSpec(())
         self._signature = [rows, tf.TensorSpec((None, fields), tf.int64), values]

@@ -68,7 +68,7 @@ class Layers(nn.Module):
             places: Index of each field's table row in ``rows``, shape (n, fields).
             values: Factor for each field's table row, shape (n, fields).
         """
-        where = places.flatten()  # select twice: slices of one large tensor would be copies
+        where = places.flatten()  # select twice: slicing one large tensor would copy it
         linear = rows[:, 0].index_select(0, where).view_as(values) * values
         factors = rows[:, 1:].index_select(0, where).view(*values.shape, -1) * values.unsqueeze(2)
         pairs = factors.sum(1).square() - factors.square().sum(1)

@@ -1,4 +1,7 @@
-"""Group images by orientation into batches: each image once per epoch, equal numbers of batches per rank."""
+"""Group images into batches by orientation.
+
+Each image is used once per epoch, and all ranks have the same number of batches.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +19,10 @@ class Part:
     """A rank's share of the images in a step.
 
     Attributes:
-        numbers: Numbers of this rank's images. A rank without images gets an image of another rank.
+        numbers: Numbers of this rank's images. A rank without images gets another rank's image.
         weight: Factor for this rank's mean loss: images * ranks / count. The average of the weighted losses
             over all ranks is then the mean over all images in the step. 0 for a rank without images.
-        position: Total number of the epoch's images that all ranks have used after this step.
+        position: Number of the epoch's images that all ranks together have used after this step.
         count: Total number of images in the step on all ranks.
     """
 

@@ -108,7 +108,7 @@ def masks_of(outlines: list[Any], height: int, width: int) -> Array:
 
 
 def ahead(tasks: Iterable[Any], load: Any, threads: int) -> Iterator[tuple[Any, list[Any]]]:
-    """Yield each task with the results of ``load`` for its ``numbers``. Threads load them in advance."""
+    """Yield each task with its loaded ``numbers``. Threads call ``load`` for each number in advance."""
     waiting: deque[tuple[Any, list[Future[Any]]]] = deque()
     with ThreadPoolExecutor(threads) as pool:
         for task in tasks:
@@ -121,7 +121,7 @@ def ahead(tasks: Iterable[Any], load: Any, threads: int) -> Iterator[tuple[Any, 
 
 
 def results_of(number: int, seen: dict[str, Tensor]) -> list[dict[str, Any]]:
-    """Return the detections in an image, in COCO's results format."""
+    """Return the detections in image ``number``, in COCO's results format."""
     boxes = torch.cat([seen["boxes"][:, :2], seen["boxes"][:, 2:] - seen["boxes"][:, :2]], 1).tolist()
     labels, shares = seen["labels"].int().tolist(), seen["scores"].tolist()
     results: list[dict[str, Any]] = [

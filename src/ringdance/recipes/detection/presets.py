@@ -1,7 +1,7 @@
 """Hyperparameters of published detection runs on COCO, each with its source and reported result.
 
-A preset's ``rate`` is the peak learning rate for its global batch, ``batch_size * devices``. For a batch of
-another size, the rate is scaled linearly. All presets work for either model. ``expected`` names the models
+A preset's ``rate`` is the peak learning rate for its global batch, ``batch_size * devices``. For another
+batch size, the rate is scaled linearly. All presets work with both models. ``expected`` names the models
 that results were published for.
 """
 
@@ -22,9 +22,9 @@ class Preset:
         batch_size: Number of images per device and step.
         devices: Number of devices in the published run.
         rate: Peak learning rate for the global batch.
-        epochs: Length of the schedule.
+        epochs: Number of epochs in the schedule.
         warmup_steps: Steps during which the learning rate rises linearly.
-        warmup_start: Learning rate in the first step, as a share of the peak.
+        warmup_start: Learning rate in the first step, as a fraction of the peak.
         source: Publication that the hyperparameters come from.
         expected: Result that the source reports.
         milestones: Epochs at which the rate drops to a tenth. If empty, the rate decays to 0 along a cosine.
@@ -32,8 +32,8 @@ class Preset:
         weight_decay: L2 penalty with SGD; decoupled weight decay with AdamW.
         clip: Maximum global norm of the gradients. 0 means no limit.
         precision: "float32", "float16" (with loss scaling) or "bfloat16".
-        image_size: Target for an image's shorter side, in pixels.
-        longest: Maximum for the longer side, in pixels. Takes precedence over ``image_size``.
+        image_size: Target length of an image's shorter side, in pixels.
+        longest: Maximum length of the longer side, in pixels. Takes precedence over ``image_size``.
         flip: If True, flip each image with probability 1/2.
         backbone: A torchvision ResNet with a feature pyramid, such as "resnet50_fpn".
         width: Channels in the pyramid and the mask head. The box head has four times as many.

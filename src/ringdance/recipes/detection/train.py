@@ -85,7 +85,7 @@ class Batches:
     def set_epoch(self, epoch: int, done: int = 0) -> None:
         """Set the epoch, and the number of its images that have already been used."""
         ratios, size = self.data.ratios, self.preset.batch_size
-        # These are the same on all ranks, and in a resumed run.
+        # The flips are the same on all ranks, and in a resumed run.
         self.flips = np.random.RandomState([self.seed, epoch, 1]).random_sample(len(ratios)) < 0.5
         self.plan = EpochSteps(ratios, size, self.seed, epoch, hvd.rank(), hvd.size(), done)
 
@@ -137,7 +137,7 @@ def detector(name: str, preset: Preset, classes: int, norm: str, weights: str | 
 
 
 def _body(backbone: str, norm: str, weights: str | None) -> Any:
-    """Build the ResNet. If weights are loaded from a file, its first two stages are frozen."""
+    """Build the ResNet. If its weights are loaded from a file, the first two stages are frozen."""
     name = backbone.removesuffix("_fpn")
     names = [one for one in models.list_models(module=models) if "resne" in one]
     if name not in names or name == backbone:
@@ -153,14 +153,14 @@ def _body(backbone: str, norm: str, weights: str | None) -> Any:
 
 
 def group(channels: int) -> nn.Module:
-    """Return a GroupNorm layer, which does not depend on the other images in the batch."""
+    """Return a GroupNorm layer, whose output does not depend on the other images in the batch."""
     return nn.GroupNorm(min(32, channels // 4), channels)
 
 
 def load_weights(
     model: nn.Module, file: str, option: str, is_head: Callable[[str], bool]
 ) -> list[str]:
-    """Load a state dict, except for a head for other classes. Returns the names of that head's parameters.
+    """Load a state dict, except for a head with a different shape. Returns the names of skipped parameters.
 
     Raises:
         SystemExit: The file cannot be read, or contains another model.
@@ -197,7 +197,7 @@ class DetectionModel:
         self.sums: dict[str, Any] = {}
 
     def pixels(self, image: Tensor) -> Tensor:
-        """Copy an image to the device, and scale its values to 0 to 1."""
+        """Copy an image to the device, and scale its values to the range 0 to 1."""
         return image.to(self.device, non_blocking=True).float() / 255
 
     def step(self, batch: Batch, rate: float) -> None:
@@ -227,9 +227,9 @@ class DetectionModel:
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
-        """Return COCO's metrics. Each rank evaluates a share of the images, one at a time.
+        """Return COCO's metrics. Each rank evaluates a share of the images.
 
-        The result is therefore the same as on a single rank.
+        The images are evaluated one at a time, so the result does not depend on the number of ranks.
         """
         own = [Part([place], 1.0, 0, 1) for place in range(hvd.rank(), len(self.check), hvd.size())]
         results: list[tuple[int, list[Any]]] = []

@@ -19,16 +19,16 @@ class Preset:
         devices: Number of devices in the published run.
         optimizer: "sgd" (with momentum) or "lars".
         rate: Peak learning rate for the global batch.
-        schedule: Schedule after the warm-up: "cosine", "step" (a tenth at each of ``milestones``) or
-            "polynomial" (power 2).
+        schedule: Schedule after the warm-up: "cosine", "step" (a drop to a tenth at each of
+            ``milestones``) or "polynomial" (power 2).
         warmup_epochs: Epochs during which the learning rate rises linearly.
         warmup_start: Learning rate in the first step. 0 means the peak divided by the number of warm-up
             steps.
-        epochs: Length of the schedule, including the warm-up.
+        epochs: Number of epochs in the schedule, including the warm-up.
         source: Publication that the hyperparameters come from.
         expected: Result that the source reports.
         milestones: Epochs at which the schedule "step" reduces the learning rate.
-        label_smoothing: Share of the target probability that is spread over all classes.
+        label_smoothing: Fraction of the target probability that is spread over all classes.
         weight_decay: L2 penalty. Applies to weights only, not to biases or to the scales and offsets of
             normalization layers.
         momentum: SGD momentum as in PyTorch: ``v = momentum * v + g; w = w - rate * v``. In LARS, ``v``
@@ -79,7 +79,7 @@ _MLPERF = "MLPerf reference convergence points, github.com/mlcommons/logging, tr
 
 
 def _goyal(devices: int, expected: str) -> Preset:
-    """Return the paper's recipe: 32 images per device, with a rate of 0.1 per 256 images."""
+    """Return a run of Goyal et al. 2017: 32 images per device, with a rate of 0.1 per 256 images."""
     return Preset(
         batch_size=32, devices=devices, optimizer="sgd", rate=0.1 * 32 * devices / 256, schedule="step",
         milestones=(30, 60, 80), warmup_epochs=5, warmup_start=0.1, epochs=90, label_smoothing=0.0,

@@ -37,7 +37,7 @@ def parser(manual: str) -> Options:
 
 
 def read(made: Options) -> argparse.Namespace:
-    """Read and check the command line."""
+    """Parse and check the command line."""
     given = made.read()
     if bool(given.data) == given.synthetic:
         made.error("either --data DIR or --synthetic is required, but not both")
@@ -52,10 +52,10 @@ def read(made: Options) -> argparse.Namespace:
 
 
 def schedule_of(preset: Preset, given: argparse.Namespace, images: int, batch: int) -> hvd.Schedule:
-    """Return the learning rate schedule. ``images`` is per epoch, and ``batch`` is the global batch size."""
+    """Return the learning rate schedule. ``images``: number per epoch. ``batch``: global batch size."""
     peak = preset.rate_for(batch) if given.rate is None else given.rate
-    # If the source does not specify a start, the first step uses one increment of the warm-up. Starting from
-    # 0 would waste that step.
+    # If the source does not specify a start rate, the first step uses one increment of the warm-up. Starting
+    # from 0 would waste that step.
     start = preset.warmup_start or peak * batch / max(preset.warmup_epochs * images, batch)
     return hvd.Schedule(
         peak, preset.epochs, preset.schedule, preset.warmup_epochs, min(start, peak), preset.milestones
@@ -99,7 +99,7 @@ def described(at: Position, found: dict[str, float]) -> str:
 
 
 def begin_with(given: argparse.Namespace, model: Any, classes: int) -> str:
-    """Load weights on rank 0, except for a head for other classes. Returns a message that says this."""
+    """Load ``--weights`` on rank 0. Returns a message for the user, which names any skipped head weights."""
     file, fresh, problem = given.weights, list[str](), ""
     try:
         if hvd.rank() == 0:

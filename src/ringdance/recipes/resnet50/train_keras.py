@@ -48,7 +48,7 @@ from typing import Any
 import shared  # type: ignore[import-not-found]  # in this directory
 
 if __name__ == "__main__":
-    # Importing Keras takes seconds. Answer --help and wrong options first.
+    # Importing Keras takes several seconds. Handle --help and reject invalid options first.
     shared.read(shared.parser(__doc__ or ""))
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
@@ -74,7 +74,10 @@ Array = np.ndarray[Any, Any]
 
 
 def resnet50(classes: int, image_size: int, width: int = 64) -> Any:
-    """Build ResNet-50 v1.5 (stride in the 3x3 convolutions), from channels-last pixels 0 to 255 to logits."""
+    """Build ResNet-50 v1.5, which has the stride in the 3x3 convolutions.
+
+    The input is channels-last pixels from 0 to 255, and the output is logits.
+    """
     layers = keras.layers
 
     def conv(x: Any, filters: int, kernel: int, stride: int = 1) -> Any:
@@ -126,7 +129,7 @@ def of_keras(name: str, classes: int, image_size: int) -> Any:
 
 
 def use_own_gpu() -> None:
-    """Hide all GPUs but the one whose number is the local rank. For JAX, this sets CUDA_VISIBLE_DEVICES."""
+    """Hide all GPUs except the one numbered by the local rank. For JAX, this sets CUDA_VISIBLE_DEVICES."""
     if keras.backend.backend() == "tensorflow":
         import tensorflow as tf
 
@@ -235,12 +238,12 @@ class KerasImageModel:
         targets = keras.utils.to_categorical(batch.labels, self.classes)
         for rows in np.array_split(np.arange(count), self.passes):
             weight = batch.weight * self.passes * len(rows) / count
-            rows = rows if len(rows) else np.arange(1)  # every rank must take part: one image of weight 0
+            rows = rows if len(rows) else np.arange(1)  # every rank must take part: one image, weight 0
             weights = np.full(len(rows), weight, np.float32)
             self.last = self.model.train_on_batch(batch.images[rows], targets[rows], sample_weight=weights)
 
     def figures(self) -> dict[str, float]:
-        """Return this rank's mean loss and share of correct images since the last call."""
+        """Return this rank's mean loss and top-1 accuracy since the last call."""
         loss, right = map(float, self.last)
         self.model.reset_metrics()
         return {"loss": loss, "top-1": right}
@@ -274,13 +277,13 @@ class KerasImageModel:
             variable.assign(state[f"v{number}"])
 
     def load_weights(self, file: str) -> list[str]:
-        """Load weights, except for a head for other classes. Returns the names of that head's weights."""
+        """Load weights, except for a head with a different shape. Returns the names of skipped weights."""
         body = self.body()
         before = {weights.path: read_value(weights) for weights in body.trainable_weights}
         try:
             body.load_weights(file)
             return []
-        except ValueError:  # the head may be for other classes
+        except ValueError:  # the head may have a different number of classes
             with warnings.catch_warnings(action="ignore"):
                 body.load_weights(file, skip_mismatch=True)
         same = [one for one in body.trainable_weights if np.array_equal(before[one.path], read_value(one))]

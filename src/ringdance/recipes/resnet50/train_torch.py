@@ -62,7 +62,7 @@ Array = np.ndarray[Any, Any]
 
 
 def conv(before: int, after: int, kernel: int, stride: int = 1) -> nn.Conv2d:
-    """Return a padded convolution. Only its stride changes the size of the input."""
+    """Return a convolution that is padded so that only its stride changes the image size."""
     return nn.Conv2d(before, after, kernel, stride, kernel // 2, bias=False)
 
 
@@ -229,7 +229,7 @@ class TorchImageModel:
             self.inner, self.model.named_parameters(), backward_passes_per_step=self.passes
         )
         self.scaler = torch.amp.GradScaler(device.type, enabled=preset.precision == "float16")
-        self.sums = torch.zeros(3, device=device)  # loss, correct images, images
+        self.sums = torch.zeros(3, device=device)  # total loss, correct images, all images
 
     def forward(self, images: Tensor) -> Tensor:
         """Return the logits for images of shape (n, 3, size, size), with pixel values from 0 to 255."""
@@ -261,7 +261,7 @@ class TorchImageModel:
         self.optimizer.zero_grad()
 
     def figures(self) -> dict[str, float]:
-        """Return this rank's mean loss and share of correct images since the last call. Waits for the GPU."""
+        """Return this rank's mean loss and top-1 accuracy since the last call. Waits for the GPU."""
         loss, right, count = self.sums.tolist()
         self.sums.zero_()
         return {"loss": loss / count, "top-1": right / count}

@@ -8,7 +8,7 @@ only on the order of the parameters, never on timing.
 Early buckets: the *expected* gradients are the ones that the last exchange reduced. A rank that has computed
 exactly the expected gradients of a bucket sends them along with the mask, which saves a round trip. This is
 safe: if any rank has sent the bucket, the union of the masks contains its gradients, so every rank sends it.
-If the union does not contain them, no rank has sent it.
+If the union does not contain them, no rank has sent the bucket.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ class Bucket:
     expected: tuple[int, ...]  # The gradients that the last exchange reduced. The same on all ranks.
     lacking: int = 0  # Number of expected gradients still missing, plus unexpected ones computed.
     work: Work | None = None
-    kinds: bytes = b""  # Kinds of ``expected`` before they were sent early, which makes sparse ones dense.
+    kinds: bytes = b""  # Kinds of ``expected`` before an early send, which makes sparse gradients dense.
 
 
 def parts_of(
     indices: Sequence[int], nbytes: Callable[[int], int], on_device: bool = False
 ) -> list[list[int]]:
-    """Divide parameters, in backward order, into parts of 1 to 32 MiB: an eighth of the total size.
+    """Divide parameters, in backward order, into parts of an eighth of their total size (1 to 32 MiB).
 
     Args:
         indices: Indices of the parameters, in order.
@@ -73,7 +73,7 @@ class Buckets:
         source: Access to the gradients.
         whole: Call that has the name, process set, operation and scales of the exchange.
         names: Parameter names.
-        groups: Groups of parameter indices to reduce together.
+        groups: Groups of parameters, by index, whose gradients are reduced together.
         all: Buckets in the order in which they are sent.
         of: The bucket of each parameter.
         expected: The expected gradients in all buckets. See Note [Buckets].

@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 class Compressor(Protocol):
     """Makes a tensor smaller before it is exchanged, and restores it afterwards.
 
-    Any object with these two methods works, such as an instance, or a class with static methods.
+    Any object with the two methods works: an instance, or a class with static methods, for example.
     The bindings' own compressors, ``Compression.none``, ``.fp16`` and ``.bf16``, cast floating-point tensors
     and leave others unchanged. Sums of 16-bit floats are computed in float32 and rounded once (twice if they
     are computed within hosts and then between hosts).

@@ -16,11 +16,11 @@ def share_of_cores() -> int:
 
 
 def own_cores() -> int:
-    """Return this rank's share of the usable cores, which may be 0. Outside a job, it is all of them."""
+    """Return this rank's share of the usable cores, which may be 0. Outside a job, return all of them."""
     return shared_cores(session.engine().local_pids if session.is_initialized() else ())
 
 
 def wants_overlap(engine: Engine, threads: int) -> bool:
-    """Return True if this rank, computing with ``threads`` threads, should exchange while it computes."""
+    """Return True if this rank should exchange gradients while it computes with ``threads`` threads."""
     wanted = engine.settings.overlap
     return wanted == "on" or (wanted == "auto" and shared_cores(engine.local_pids) > threads)

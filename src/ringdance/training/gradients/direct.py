@@ -3,9 +3,9 @@
 Note [Direct buckets]
 Gradients that are exchanged on their device (``DeviceExchange``) take a different fast path. After
 several steps in which all ranks computed the same gradients, a copy of each bucket is exchanged as soon as
-the bucket is complete, without a round, in a fixed order and through a dedicated communicator. The mask at
-the end of the pass shows whether all ranks had the expected gradients. If so, the copies become the
-gradients. Otherwise, all ranks drop them and exchange the gradients by rounds.
+the bucket is complete, without a round of agreement, in a fixed order and through a dedicated communicator.
+The mask at the end of the pass shows whether all ranks had the expected gradients. If so, the copies become
+the gradients. Otherwise, all ranks drop them and exchange the gradients by rounds.
 
 The calls must match across ranks, so each rank launches all buckets in each pass, with zeros for gradients
 that it has not computed. Only a rank that has joined, or has failed to launch a bucket, stops launching.
@@ -61,7 +61,7 @@ class DirectBuckets:
                     self.deviation = before
 
     def spoil(self) -> None:
-        """Note that the launched buckets contain the gradients of another pass. Thread: script."""
+        """Record that the launched buckets contain the gradients of another pass. Thread: script."""
         if self._launched:
             self.deviation = max(self.deviation, Deviation.OTHER)
 

@@ -9,8 +9,8 @@ unscales gradients or computes norms sees reduced gradients on all ranks. If a r
 in a step, it exchanges in ``finish_exchange()``, which the optimizer's step calls.
 
 What: each rank sends a mask of the gradients that it has computed. A gradient that any rank has computed is
-reduced on all ranks, with zeros where it is missing. A gradient that no rank has computed is left alone, and
-the optimizer skips it.
+reduced on all ranks, with zeros where it is missing. A gradient that no rank has computed is left
+unchanged, and the optimizer skips it.
 
 How: in buckets (Note [Buckets]). If all ranks repeatedly compute the same gradients, they stop sending masks.
 See ``Mode`` and ``fast_path``.
@@ -100,7 +100,7 @@ class GradientExchange:
         operation: Average, Sum, Min, Max or Product.
         passes: Number of backward passes per exchange. The framework sums their gradients.
         predivide: Average only: factor by which gradients are divided before the sum and multiplied after it.
-        groups: Groups of parameter indices to reduce together.
+        groups: Groups of parameters, by index, whose gradients are reduced together.
         process_set: The participating ranks. After ``shutdown()`` and ``init()``, the new set with the same
             ranks is used.
         early: If True, exchange at the end of backward. If False, exchange only in ``finish_exchange()``.
@@ -174,7 +174,7 @@ class GradientExchange:
         self.reset()
 
     def extend(self, names: Sequence[str]) -> None:
-        """Add new gradients of the source. All ranks must call this between the same two steps.
+        """Add the gradients that are new in the source. All ranks must call this between the same two steps.
 
         The name of the exchange does not change, so the next exchange fails on all ranks if a rank has not
         called this. Thread: script.
@@ -189,10 +189,10 @@ class GradientExchange:
         self._forget()
 
     def choose_overlap(self, overlap: bool) -> None:
-        """Request that exchanges overlap with backward, or that they no longer do.
+        """Request that exchanges overlap with the backward pass, or withdraw this request.
 
-        All ranks switch after the same mask: on once all ranks have requested overlap, off once any rank no
-        longer does. Ranks may call this between different steps. Thread: script.
+        All ranks switch after the same mask: on once all ranks have requested overlap, off once any rank has
+        withdrawn its request. Ranks may call this between different steps. Thread: script.
         """
         if overlap != self.wants_overlap:
             self.wants_overlap = overlap
@@ -208,7 +208,7 @@ class GradientExchange:
         self.buckets.restart(wait=self.mode is not Mode.DIRECT)
 
     def on_gradient(self, index: int) -> None:
-        """Note a computed gradient. With overlap, send its bucket once it is complete. Thread: autograd.
+        """Record a computed gradient. With overlap, send its bucket once it is complete. Thread: autograd.
 
         Raises:
             AssertionError: The gradient was already reduced in this step and the operation is not Average,
@@ -263,7 +263,7 @@ class GradientExchange:
             self._exchange()
 
     def finish_exchange(self) -> None:
-        """Exchange any gradients that are not reduced, before use. Thread: script, which exchanges."""
+        """Exchange the gradients that are not reduced yet. Thread: script, which exchanges."""
         computed = self.state.computed
         if not self.finished or 1 in computed or self.source.unreduced(computed):
             if self.operation is ReduceOp.AVERAGE:
@@ -377,7 +377,7 @@ class GradientExchange:
         self._fast_path.back_off()
 
     def _exchanged(self, union: bytes) -> None:
-        """Note that the gradients in ``union`` have been reduced."""
+        """Record that the gradients in ``union`` have been reduced."""
         state = self.state
         if self.operation is not ReduceOp.AVERAGE:
             both = zip(union, state.reduced, strict=True)

@@ -19,9 +19,9 @@ from ringdance.training.collectives import Array, Call
 from ringdance.training.gradients.mask import DifferentStepsError
 from ringdance.training.gradients.source import AS_DENSE, GradientSource
 
-# Step numbers are compared modulo _TAGS. A tag has one element per number: 1 for the rank's step, 0 for the
-# others. In the average, an element is positive if any rank is in that step, in any floating-point dtype and
-# for any number of ranks. Joined ranks add zeros.
+# Step numbers are compared modulo _TAGS. A tag has one element per step number: 1 for the rank's step, 0 for
+# the others. In the average, an element is positive if any rank is in that step, in any floating-point dtype
+# and for any number of ranks. Joined ranks add zeros.
 _TAGS = 8
 _FIRST_BACKOFF, _MOST_BACKOFF = 2, 256
 
@@ -49,7 +49,7 @@ class FastPath:
         self._call = call.but(name=f"{call.name}.expected")
         self._indices: tuple[int, ...] = ()
         self._computed = b""
-        self._tags: dict[np.dtype[Any], list[Array]] = {}  # One tag per number, then the buffer to send.
+        self._tags: dict[np.dtype[Any], list[Array]] = {}  # One tag per step number, then the buffer to send.
         self._in_a_row = 0
         self._backoff = _FIRST_BACKOFF
 
@@ -104,7 +104,7 @@ class FastPath:
         self._backoff = min(2 * self._backoff, _MOST_BACKOFF)
 
     def restart(self) -> None:
-        """Forget the results of earlier exchanges. All ranks call this in the same exchange."""
+        """Discard the results of earlier exchanges. All ranks call this in the same exchange."""
         self._in_a_row = 0
         self._backoff = _FIRST_BACKOFF
 

@@ -2,7 +2,7 @@
 
 Note [Mask]
 The ranks reduce their masks with ``MAX``, byte by byte. A rank that has joined contributes zeros. The layout
-for n gradients and m ranks in the process set (0 unless the gradients are on a device) is::
+for n gradients and m ranks in the process set (m is 0 unless the gradients are on a device) is::
 
     n bytes   kind of each gradient, 0 if this rank has not computed it (see ``source.AS_DENSE``)
     1 byte    step + 1: the maximum shows the latest step

@@ -13,7 +13,10 @@ def _of_all_ranks() -> list[GradientExchange]:
 
 
 def _overlaps() -> int | None:
-    """Return 1 if this rank's exchanges between all ranks should overlap, 0 if not, None if that is fixed."""
+    """Return 1 if this rank's exchanges over the global process set should overlap with the backward pass.
+
+    Return 0 if they should not, or None if the tuner cannot change this.
+    """
     ours = _of_all_ranks()
     free = all(item.early and item.passes == 1 and not item.source.on_device for item in ours)
     if not ours or not free or ours[0].engine.settings.overlap != "auto":
@@ -28,4 +31,4 @@ def _set_overlap(value: int) -> None:
 
 
 OVERLAP = Tunable(_overlaps, _set_overlap, lambda: 1)
-"""Whether all exchanges between all ranks overlap, as 1 or 0."""
+"""1 if all gradient exchanges over the global process set overlap with the backward pass, otherwise 0."""

@@ -4,7 +4,7 @@ Rows that occur several times on a rank are first summed on that rank. A small a
 counts of all ranks, so that all ranks choose the same route:
 
 - "rows": rows are gathered, and equal rows are summed. Memory and time grow with the number of rows, not with
-  the table.
+  the size of the table.
 - "dense": each rank creates a dense table, all-reduces it, and extracts the rows that any rank has used. This
   is chosen if all ranks together have a large share of the table's rows, or if the table is small.
 
@@ -150,7 +150,7 @@ class SparseExchange:
         self.set_id = set_id
         self.routes: list[str] = []
         self.parts = [Rows(*merge(part.keys, part.values), part.table) for part in parts]
-        # The number of rows for each table, and of ranks that exchange (joined ranks add zeros).
+        # The number of rows for each table, then the number of ranks that exchange (joined ranks add zeros).
         self._counts = np.array([*(len(part.keys) for part in self.parts), 1], np.int64)
         if name and not labels.known(f"grouped_allreduce.{name}", len(names)):
             labels.note(f"grouped_allreduce.{name}", name, "rows of the gradients", self.names)
@@ -160,7 +160,7 @@ class SparseExchange:
 
     @staticmethod
     def first_call(name: str | None, set_id: int = 0, pattern: str = "") -> Call:
-        """Return the call that an exchange makes first."""
+        """Return the first call of an exchange, which sums the row counts."""
         return Call(Collective.ALLREDUCE, name, set_id=set_id, grouped=True, pattern=pattern)
 
     def _call(self, kind: Collective, what: str, operation: ReduceOp = ReduceOp.SUM) -> Call:
@@ -204,7 +204,7 @@ class SparseExchange:
         return routes
 
     def _log(self, name: str, table: int, count: int, route: str) -> None:
-        """Log the route of a table the first time, on the lowest rank."""
+        """Log the route of a table, once, on the lowest rank."""
         logged = _logged.setdefault(self.engine, set())
         if name in logged:
             return
@@ -259,7 +259,7 @@ def submit(call: Call, engine: Engine, inputs: Sequence[Array]) -> Work:
         inputs: For each table: its values, its keys, and its number of rows (a scalar).
 
     Returns:
-        A work with the results in the same order. Keys keep their dtype.
+        A ``Work`` whose results are in the same order as ``inputs``. Keys keep their dtype.
     """
     if not call.tables:
         return call.submit(engine, tuple(inputs))

@@ -69,9 +69,9 @@ def _counts_of(engine: Engine) -> _Exchanges:
 def due(engine: Engine, set_id: int, name: str, at: int = _LATER, anew: bool = False) -> bool:
     """Count an exchange of gradients. Return True on all ranks if they must compare weights.
 
-    All ranks in an exchange have counted the same number since the last join. After the first comparison,
-    weights are compared in exchanges 10, 100, 1000 and so on. Before it, the ranks also check after each join
-    whether all are ready. See ``compare``.
+    All ranks in an exchange have counted the same number of exchanges since the last join. After the first
+    comparison, weights are compared in exchanges 10, 100, 1000 and so on. Before it, the ranks also check
+    after each join whether all are ready. See ``compare``.
 
     Args:
         engine: Engine of this rank.
@@ -96,12 +96,12 @@ def _key(engine: Engine, set_id: int, name: str) -> _Key:
 
 
 def step_of(elements: int) -> int:
-    """Return the step of a slice over ``elements`` that selects at most ``PLACES``."""
+    """Return the step of a slice that selects at most ``PLACES`` of ``elements`` elements."""
     return max(1, -(-elements // PLACES))
 
 
 def call_of(name: str, parameters: Sequence[str], advice: str, set_id: int) -> Call:
-    """Return the call that compares a sample.
+    """Return the call that compares a sample of the parameters.
 
     Args:
         name: Name of the gradient exchange.
@@ -115,7 +115,7 @@ def call_of(name: str, parameters: Sequence[str], advice: str, set_id: int) -> C
 
 
 def rows_of(parameters: Iterable[Any], take: Callable[[Any], tuple[int, Any]]) -> Iterator[Any]:
-    """For each parameter, yield ``ROW`` numbers: its number of elements, some of the elements, then zeros.
+    """For each parameter, yield ``ROW`` numbers: its number of elements, a sample of them, and padding.
 
     Args:
         parameters: Parameters of any type.
@@ -185,7 +185,7 @@ def compare(engine: Engine, call: Call, sample: Array) -> None:
 
 
 def _ordered(values: Array) -> Array:
-    """Map values to finite numbers in the same order. Infinities become the limits, and NaN sorts last."""
+    """Map values to finite numbers without changing their order. NaN becomes the largest number."""
     return np.nan_to_num(np.clip(values, -_INFINITE, _INFINITE), nan=float(1.5 * _INFINITE))
 
 

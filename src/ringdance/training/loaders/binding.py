@@ -90,7 +90,7 @@ class Loaders:
     def _image_batches(
         self, dataset: Any, batch_size: int, image_size: int, order: Any, decoding: Any, device: Any
     ) -> ImageBatches:
-        """Create a loader that converts its batches. ``decoding``: options for real images."""
+        """Create a loader that converts its batches. ``decoding``: options that apply only to real images."""
         loader: ImageBatches
         if isinstance(dataset, Synthetic):
             loader = SyntheticLoader(len(dataset), batch_size, image_size, len(dataset.classes), **order)

@@ -26,7 +26,7 @@ __all__ = ["watch_input"]
 # Prefix of the line on stdout in which rank 0 reports the metrics, as JSON, to `ringdance bench input`.
 INPUT_MARK = "::ringdance-input::"
 _LEAST = 3  # Minimum number of batches in the warm-up, and in the measurement.
-_UNITS = {"images": "images", "ids": "rows"}  # Names of the samples in batches that have the attribute.
+_UNITS = {"images": "images", "ids": "rows"}  # Unit of the samples, by an attribute of the batches.
 _KEPT, _KEPT_BYTES = 48, 1 << 28  # Maximum number and total bytes of batches for the step alone.
 # Quantiles of Student's t for 95% confidence and 1, 2, ... degrees of freedom.
 _T = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
@@ -40,7 +40,7 @@ def watch_input(loader: Any) -> Any:
 
         loader = hvd.watch_input(DataLoader(data, batch_size=32))
 
-    Without that command, the loader itself is returned. All ranks must iterate over the result, or pass it to
+    Outside that command, the loader itself is returned. All ranks must iterate over the result, or pass it to
     ``fit`` in Keras. Loaders from ``image_loader`` and ``table_loader`` that shuffle do not need this call.
 
     Args:
@@ -69,7 +69,7 @@ class WatchedLoader:
         self._next, self._warm, self._unit = _LEAST, False, "samples"
         self._kept: Iterator[Any] | None = None
         self._full: Any = None
-        self._times: list[float] = []  # At the start and after each batch.
+        self._times: list[float] = []  # Times at the start and after each batch.
         self._process = ProcessUse(os.getpid())
 
     def __getattr__(self, name: str) -> Any:
@@ -154,7 +154,7 @@ class WatchedLoader:
                 break
 
     def _is_complete(self) -> bool:
-        """Return True if the measurement has lasted long enough. At the end of the warm-up, start it.
+        """Return True if the measurement has lasted long enough. At the end of the warm-up, start measuring.
 
         If steps are measured, the ranks agree, because all must stop after the same step. The cost is
         negligible, because the intervals between agreements grow. Otherwise, the ranks wait for each other
@@ -206,7 +206,7 @@ def noise_of(times: Sequence[float]) -> float:
 
 
 def bytes_of(batch: Any) -> int:
-    """Return the size of a batch's arrays in bytes, or an upper limit."""
+    """Return the size of a batch's arrays in bytes, or an upper bound."""
     if hasattr(batch, "shape"):  # TensorFlow tensors may not know their size in bytes.
         return int(getattr(batch, "nbytes", 8 * math.prod(batch.shape)))
     parts = vars(batch) if hasattr(batch, "labels") else batch  # A batch of image_loader or table_loader.

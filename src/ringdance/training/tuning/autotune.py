@@ -41,7 +41,7 @@ _log = logging.getLogger("ringdance")
 
 Values = dict[str, float]
 _LIMIT = 150  # maximum steps of warm-up and search; the comparison with the start values follows
-_FEWEST = 6  # steps before anything changes, in which the ranks see all requests of a step
+_FEWEST = 6  # steps before anything changes, so that the ranks see all requests of a step
 _COLUMNS = (
     "hierarchical_allreduce", "hierarchical_allgather", "torus_allreduce", "cache_enabled", "cycle_time_ms",
     "tensor_fusion_threshold", "score", "step", "chunk_bytes", "wire_bytes", "overlap", "intra_op_threads",
@@ -71,7 +71,7 @@ class Autotuner:
         engine: This rank's engine.
 
     Attributes:
-        values: Values that the ranks last agreed on. Missing values are as in the job's settings.
+        values: Values that the ranks last agreed on. A missing value is the one in the job's settings.
         done: True once there will be no further changes.
     """
 
@@ -110,7 +110,7 @@ class Autotuner:
             return
         first, self._steps = not self._steps, words[Word.STEPS]
         last, self._last = self._last, (monotonic_ns(), words[Word.WAITED], words[Word.BYTES])
-        again = self._work is not None and self._work.complete  # read before ``_trial``, which it sets
+        again = self._work is not None and self._work.complete  # read first: completion sets ``_trial``
         trial = self._trial  # read once: another thread may execute the request
         if trial is not self._seen or self.done:  # this step's exchange already used the new values
             self._seen, self._skip, self._done, self._work = trial, trial.skip, [], None
@@ -150,8 +150,8 @@ class Autotuner:
     def _hello(self) -> dict[str, Any]:
         """Return this rank's known results, and everything that determines what can be tuned.
 
-        Rank 0 decides for all ranks whatever depends on settings, because ``init()`` does not compare all
-        settings.
+        Rank 0 makes all decisions that depend on settings, because ``init()`` does not compare all settings
+        between ranks.
         """
         now = {name: tunable.get() for name, tunable in tunables.items()}
         self._own = {name: value for name, value in now.items() if value is not None}
@@ -183,7 +183,7 @@ class Autotuner:
         return [entry for entry in entries if entry.description.kind is Collective.ALLREDUCE]
 
     def _gradients(self) -> dict[str, tuple[tuple[int, ...], str, int]]:
-        """Return the tensors averaged or summed so far, or only known gradients if there are any."""
+        """Return the tensors averaged or summed so far, or only the known gradients if there are any."""
         tensors: dict[bool, dict[str, tuple[tuple[int, ...], str, int]]] = {True: {}, False: {}}
         for entry in self._entries():
             d = entry.description
@@ -353,7 +353,7 @@ class Autotuner:
                     values.get("threads", ""),
                     f"{seconds * 1e3:.3f}" if seconds else "", what,
                 ])  # fmt: skip
-        if not self._written:  # the result was not compared with the start
+        if not self._written:  # the result was not compared with the start values
             return
         root, ending = os.path.splitext(path)
         tuned.write(f"{path if ending == '.json' else root}.json", self._job, self.values, self._said)

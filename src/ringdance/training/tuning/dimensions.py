@@ -1,6 +1,6 @@
 """Decide what can be tuned in a job and which values to try.
 
-Besides the engine's values, the tuner can change those that a binding adds to ``tunables``.
+In addition to the engine's values, the tuner can change the values that a binding adds to ``tunables``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from ringdance.training.tuning.search import Dimension
 
 _CYCLES = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0)
-_SKIPS = {"overlap": 4}  # Number of steps until gradients can take the fast path again.
+_SKIPS = {"overlap": 4}  # Number of steps after a change until gradients can take the fast path again.
 
 
 class Tunable(NamedTuple):
@@ -36,14 +36,14 @@ def dimensions_of(
     answers: Sequence[Mapping[str, Any]], file: Mapping[str, float], largest: tuple[int, int, int],
     rooms: Mapping[str, int], small: int, hosts: bool,
 ) -> list[Dimension]:
-    """Return what can be tuned, the most effective first. The result is the same on all ranks.
+    """Return the dimensions to tune, the most effective first. The result is the same on all ranks.
 
     Each dimension starts with the job's current value, even if that is not one of the usual values.
 
     Args:
         answers: Each rank's answer (see ``Autotuner._hello``). Rank 0's settings apply to all ranks.
         file: Values that the job has read from a file.
-        largest: Maximum number of all-reduces per round, of bytes per round, and of bytes per batch.
+        largest: Maximum numbers of all-reduces per round, bytes per round, and bytes per batch.
         rooms: Upper bounds, in bytes, for ``chunk_bytes`` and ``wire_bytes``.
         small: Maximum size, in bytes, of batches that are not split.
         hosts: True if the stage within hosts can be skipped.

@@ -1,7 +1,8 @@
 """Search for the fastest values while a job trains, by coordinate descent on noisy step times.
 
 The search is a pure function of the times that it receives, so ranks that pass the same times get the same
-answers. It therefore uses no clock, no random numbers, and no function whose last bit depends on the machine.
+answers. It therefore uses no clock, no random numbers, and no function whose results may differ between
+machines in the last bit.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ _RECENT = 12  # Only this many recent steps of a point count, because the machin
 _LEAST_NOISE = 0.01  # Minimum noise, as a share of the step time. A few steps may have less by chance.
 _WORTH = 0.02  # Smaller gains are ignored.
 _CLEAR = 0.25  # A gain of at least this size does not need to be confirmed.
-# Number of turns needed if all agree, and if one disagrees. Either happens by chance in 1% of cases.
+# Number of turns needed if all agree, and if one disagrees. By chance, either has a probability of 1%.
 _PAIRS = 8, 11
-_TURN = 3  # Steps at the start point, and at the best point, in each turn of the final comparison.
+_TURN = 3  # Number of steps at the start point, and at the best point, in each turn of the final comparison.
 _EXPOSED = 0.03  # Exchanges are worth tuning if training waits for at least this share of a step.
 
 
@@ -34,7 +35,8 @@ class Dimension:
 
     Attributes:
         name: Name of the setting.
-        values: The values to try, in ascending order. Along them, step times are assumed to fall, then rise.
+        values: The values to try, in ascending order. In this order, step times are assumed to fall,
+            then rise.
         start: Index of the value that the job starts with.
         toward: Direction to try first, 1 or -1.
         skip: Number of steps to ignore after a change.
@@ -92,7 +94,7 @@ class Judgment(NamedTuple):
     """Result of a comparison in which two settings ran alternately.
 
     Attributes:
-        gained: True if the second is certainly faster, False if not, None if more turns are needed.
+        gained: True if the second setting is certainly faster, False if not, None if more turns are needed.
         gain: Share of the first setting's time that the second saves (median over the turns).
         error: Half the width of the gain's confidence interval.
     """
@@ -113,7 +115,8 @@ def order(turn: int) -> tuple[int, int]:
 def judge(turns: Sequence[Sequence[float]]) -> Judgment:
     """Judge whether the second setting is faster, given the times of both settings in each turn.
 
-    This is a sign test, because times follow no known distribution: other programs may use cores for seconds.
+    This is a sign test, because times follow no known distribution: other programs may use
+    cores for several seconds.
     """
     gains = sorted((first - second) / max(first, second) for first, second in turns)
     against = sum(gain <= 0 for gain in gains)
@@ -126,7 +129,7 @@ def judge(turns: Sequence[Sequence[float]]) -> Judgment:
 
 
 def compare(first: Sequence[float], second: Sequence[float]) -> Estimate:
-    """Estimate how much longer the second times are than the first. Uses medians, because noise has peaks."""
+    """Estimate how much longer the second times are than the first. Uses medians because of outliers."""
     before, after = median(first), median(second)
     spreads = [abs(time / before - 1) for time in first]
     if len(second) > 3:
@@ -258,7 +261,7 @@ class Search:
         return verdict
 
     def _verdict(self, candidate: Point) -> str:
-        """Return the verdict, or "" if uncertain. A single peak must not decide a short first trial."""
+        """Return the verdict, or "" if uncertain. A single outlier must not decide a short first trial."""
         times = self._recent(candidate)
         few = len(times) < self.steps
         difference, error = compare(self._recent(self.best), [min(times)] if few else times)

@@ -79,7 +79,7 @@ def read(path: str) -> dict[str, Any]:
 
 
 def differences(job: Mapping[str, Any], here: Mapping[str, Any]) -> str:
-    """Describe how the job of a result differs from the running job. Empty if they are the same."""
+    """Describe how a result's job differs from the running job. Returns an empty string if it does not."""
     reasons = [
         f"{words}: {_text(job.get(name))} in the file, {_text(here[name])} here"
         for name, words in _OF_JOB.items() if job.get(name) != here[name]
