@@ -56,7 +56,7 @@ _COMMANDS = {
         "sagemaker": ("ringdance.submit.sagemaker.cli", "start training jobs on Amazon SageMaker"),
     },
 }
-"""Commands by group, each with its module and help text. ``main`` or the named function runs the command."""
+"""Commands by group, each with a module and a help text. The named function (default: ``main``) runs it."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -147,7 +147,7 @@ def _add_prepare(parser: argparse.ArgumentParser) -> None:
 
 
 def _absolute(text: str) -> Path:
-    """Convert a path to an absolute one, because it appears in plans and error messages."""
+    """Return an absolute path, because plans and error messages contain it."""
     return Path(text).absolute()
 
 

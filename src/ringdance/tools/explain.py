@@ -262,7 +262,7 @@ def _culprit(ranks: list[_Rank], missing: list[int]) -> str:
         verb = "waits" if len(waiting) == 1 else "wait"
         return f"{others} {verb} for {'; and for '.join(f'{rank.who}: {rank.action}' for rank in late)}."
     names = Counter((rank.operation, rank.waits_for) for rank in waiting)
-    alike = len({label for _, label in names}) < len(names)  # the labels are the same, so show full names
+    alike = len({label for _, label in names}) < len(names)  # ambiguous, so show full names
 
     def said(name: tuple[str, str]) -> str:
         return f"'{name[1]}'" + f" ({name[0]})" * (alike and name[0] != name[1])

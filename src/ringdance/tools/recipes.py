@@ -21,7 +21,7 @@ examples:
   ringdance recipes copy resnet50 job              train_torch.py, train_keras.py and their shared files
   ringdance run -np 2 python job/train_torch.py --preset laptop --synthetic --steps 20
 """
-# Recipes, each with a command for trying out a copy of the recipe. {} is the directory of the copy.
+# Recipes, each with a command for trying out a copy of the recipe. {} stands for the directory of the copy.
 _RECIPES = {
     "resnet50": "ringdance run -np 2 python {}/train_torch.py --preset laptop --synthetic --steps 20",
     "detection": "ringdance run -np 2 python {}/train.py --help",

@@ -1,4 +1,4 @@
-"""``ringdance tune threads``: find the fastest number of threads, binding and ranks per host on CPUs."""
+"""``ringdance tune threads``: find the fastest combination of threads, binding and ranks per host."""
 
 from __future__ import annotations
 

@@ -218,7 +218,7 @@ def table(speeds: Mapping[str, Speed]) -> str:
 
 
 def measure(part: str, words: Sequence[str], seconds: float) -> Speed:
-    """Measure one of ``PARTS`` in a job that ``ringdance run`` starts with the arguments ``words``.
+    """Measure ``part`` (see ``PARTS``) in a job that ``ringdance run`` starts with the arguments ``words``.
 
     Raises:
         CommandError: The job failed, or ended before the measurement was complete.

@@ -43,7 +43,7 @@ _LIBRARIES = (
 def collect(
     hosts: HostSet, probes: Collection[str], usage: Usage, seconds: float
 ) -> dict[str, dict[str, Any]]:
-    """Collect facts on all hosts in parallel. A host that does not answer has only "reach".
+    """Collect facts on all hosts in parallel. If a host does not answer, its only fact is "reach".
 
     Args:
         hosts: The hosts, some of which may not be connected.

@@ -38,7 +38,7 @@ class HostSet:
         slots: Number of slots by host name. 0 if not specified.
         shell: Remote shell for reaching the hosts.
         agents: Agents by host name, for the hosts that answered.
-        problems: Why a host cannot be used, by host name. Also contains hosts that were lost later.
+        problems: Reason why a host cannot be used, by host name. Includes hosts that were lost later.
     """
 
     slots: dict[str, int]

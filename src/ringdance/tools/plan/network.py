@@ -8,7 +8,7 @@ The exchanges in ``ringdance.core`` run unchanged, but they neither send data no
   completed them.
 
 Note [One host for all]
-    All hosts have the same number of ranks. Their exchanges are therefore equal, and corresponding ranks do
+    All hosts have equally many ranks, so their exchange plans are identical, and corresponding ranks do
     the same work at the same time, so it suffices to execute a single host. A message to a rank on another
     host is delivered to that rank's counterpart on the executed host, in place of the message that the
     sender's counterpart would send there. This is exact, with two exceptions: blocks whose sizes differ by

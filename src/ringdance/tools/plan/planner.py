@@ -22,12 +22,13 @@ RANK_SPREAD, HOST_SPREAD = 0.04, 0.1
 
 See docs/howto/troubleshooting/plan.md.
 
-``RANK_SPREAD`` applies to each rank independently, and is caused by its kernels and the program that launches
+``RANK_SPREAD`` applies to each rank independently. It is caused by kernels and the program that launches
 them. ``HOST_SPREAD`` applies to a host as a whole: its ranks deviate together, because they share the disk,
-cores and memory used for reading input. It is absent on a single host or with synthetic input.
+cores and memory used for reading input. A single host does not wait for other hosts, and runs on synthetic
+input do not have this deviation.
 """
 TCP_SHARE = 0.94
-"""Share of the network bandwidth left for data by Ethernet, IP and TCP headers, with 1,500-byte packets."""
+"""Share of the network bandwidth that remains after Ethernet, IP and TCP headers (1,500-byte packets)."""
 NCCL_SHARE = 0.8
 """Share of the network bandwidth that NCCL's all-reduce reaches. Fitted, see the page about ``plan``."""
 NCCL_ROUND = 1e-3
@@ -301,7 +302,7 @@ def predict(load: Workload, on: Instance, ranks: int, options: PlanOptions) -> R
 def choose(
     row_of: Callable[[int], Row], most: int, deadline: float = 0.0, budget: float = 0.0
 ) -> tuple[Row | None, dict[int, Row]]:
-    """Find the smallest number of hosts that meets a deadline, or the fastest number within a budget.
+    """Find the smallest number of hosts that meets a deadline, or the number that is fastest within a budget.
 
     Args:
         row_of: Returns the prediction for a number of hosts.

@@ -27,7 +27,7 @@ class Trace:
         threads: Thread names by process and thread ID.
         spans: Spans of each thread, by process and thread ID.
         instants: Name and time of each instant event, by process and thread ID.
-        rounds: Process set and round, start, and end of each negotiation, by process and thread ID.
+        rounds: Key (process set and round), start and end of each negotiation, by process and thread ID.
         uncertainties: Clock uncertainty by process ID.
         open: Name and start of each span whose end is not in the file, by process and thread ID.
     """

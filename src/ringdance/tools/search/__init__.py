@@ -1,6 +1,6 @@
 """Hyperparameter search with ``ringdance search``, and ``report()``, which a trial calls to report values.
 
-This package imports only the standard library, because training scripts import ``report`` from it.
+This package does not import third-party libraries, because training scripts import ``report`` from it.
 """
 
 from __future__ import annotations

@@ -30,8 +30,8 @@ from ringdance.tools.search.space import Reader, fill
 from ringdance.tools.search.study import Study, short, table
 
 _POLL_S = 0.1
-_STOP_S = 5.0  # time for a pruned trial to exit at its next report
-_ALONE_S = 1.0  # time for the other processes to exit after the trial's main process
+_STOP_S = 5.0  # time for a pruned trial to reach its next report and exit
+_ALONE_S = 1.0  # time for other processes to exit once the trial's main process has exited
 MARK = "RINGDANCE_SEARCH_TRIAL"
 """Environment variable that all processes of a trial inherit. Its value is the trial's directory."""
 _KILLED = 128 + signal.SIGKILL

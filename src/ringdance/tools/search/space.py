@@ -27,7 +27,7 @@ _FORMS = {
 
 
 class Parameter(NamedTuple):
-    """A parameter whose value is searched.
+    """A parameter that the search varies.
 
     Attributes:
         kind: "float", "int" or "categorical": the suffix of the Optuna method ``suggest_*`` to call.
