@@ -163,7 +163,7 @@ def _read(file: Path) -> Iterator[Row]:
 
 
 def read_run(directory: Path) -> RunMetrics:
-    """Read a run's metrics. Raises LaunchError if there are no metrics, or if no step was measured."""
+    """Read a run's metrics. Raises LaunchError if metrics are missing, or if no step was measured."""
     files = sorted(directory.glob("metrics-*.jsonl"))
     if not files:
         what = "has no metrics-*.jsonl" if directory.is_dir() else "is not a directory"
