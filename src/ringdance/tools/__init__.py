@@ -1,5 +1,5 @@
-"""Command-line tools: one package or module for each subcommand of ``ringdance``.
+"""Command-line tools: one package or module per ``ringdance`` subcommand.
 
-``cli`` lists all subcommands. Most tools inspect machines, or files written by jobs, without being part of a
-job. Some tools start their own ranks to take measurements.
+``cli`` lists all subcommands. Most tools run outside a job and inspect machines or
+files that jobs have written. Some tools start their own ranks to take measurements.
 """

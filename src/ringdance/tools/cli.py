@@ -56,7 +56,7 @@ _COMMANDS = {
         "sagemaker": ("ringdance.submit.sagemaker.cli", "start training jobs on Amazon SageMaker"),
     },
 }
-"""Commands by group. Each has a help text and a module, whose ``main`` or named function runs the command."""
+"""Commands by group, each with a module and a help text. The named function (default: ``main``) runs it."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     open_standard_streams()
     try:
         return _main(list(sys.argv[1:] if argv is None else argv))
-    except KeyboardInterrupt:  # while modules are being imported
+    except KeyboardInterrupt:  # interrupted while importing modules
         return 130
 
 
@@ -82,7 +82,7 @@ def _main(words: Sequence[str]) -> int:
 
 
 def open_standard_streams() -> None:
-    """Reopen closed standard streams (`>&-`) on /dev/null, so that no other file gets their descriptors."""
+    """Open /dev/null for closed standard streams (`>&-`), so that no other file gets their descriptors."""
     for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(descriptor)
@@ -94,7 +94,7 @@ def open_standard_streams() -> None:
 
 
 def _look(ready: PreparedJob, say: Callable[[str], None]) -> None:
-    """Check the hosts of a job. The import is deferred because only jobs on several hosts need it."""
+    """Check the hosts of a job. The checks are imported here because only jobs on several hosts need them."""
     from ringdance.tools.doctor.preflight import check_hosts
 
     check_hosts(ready, say)

@@ -19,7 +19,7 @@ from ringdance.launch.parser import at_least, positive
 from ringdance.launch.subcommands import Subcommand
 
 LEFT_OUT = 3
-"""Exit code: the data set is complete except for broken images."""
+"""Exit code if the data set is complete except for broken images, which were left out."""
 
 _DESCRIPTION = "Prepare image data sets and click logs for training, check them, and describe them."
 _EPILOG = """\
@@ -129,7 +129,7 @@ example:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run ``ringdance data`` with the words that follow it. Returns the exit code."""
+    """Run ``ringdance data`` with the arguments ``argv``. Returns the exit code."""
     return subcommands.run("ringdance data", _DESCRIPTION, _SUBCOMMANDS, argv, _EPILOG)
 
 
@@ -147,7 +147,7 @@ def _add_prepare(parser: argparse.ArgumentParser) -> None:
 
 
 def _absolute(text: str) -> Path:
-    """Parse a path. Plans and error messages contain absolute paths."""
+    """Return an absolute path, because plans and error messages contain it."""
     return Path(text).absolute()
 
 
@@ -222,7 +222,7 @@ def _add_clicks(parser: argparse.ArgumentParser) -> None:
     text = "share of the rows for the validation split, such as 0.1, or its files (default: none)"
     add("--validation", type=_share_or_path, default=0.0, metavar="SHARE|SRC", help=text)
     add("--max-broken", type=int, metavar="N", help="broken rows to tolerate (default: one in a hundred)")
-    add("--chunk", type=float, default=0, help=argparse.SUPPRESS)  # in MB; for tests
+    add("--chunk", type=float, default=0, help=argparse.SUPPRESS)  # in MB; used only by tests
     add("--overwrite", action="store_true", help="remove the data set in DST and start again")
     _add_processes(parser)
 

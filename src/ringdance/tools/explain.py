@@ -41,13 +41,13 @@ exit code: 0, or 2 if the job does not exist
 _ANSWER_S = 20.0
 _SAMPLE_S = 0.2
 _MOST_WORKERS = 2
-_BEFORE = " without init()"  # appended to a rank's progress until it has called init()
+_BEFORE = " without init()"  # appended to a rank's progress if it has not called init() yet
 _WAITS = re.compile(r"core/(?:progress|transfers)\.py(?:\", line |:)\d+(?:\)| in wait\b)")
 
 
 @dataclass
 class _Rank:
-    """A running rank."""
+    """A running rank and what it is currently doing."""
 
     number: int
     host: str
@@ -60,7 +60,7 @@ class _Rank:
     doing: str = ""
     stacks: str = ""
     operation: str = ""  # full name of the operation that the rank is waiting for
-    workers: list[str] = field(default_factory=list)  # what its forked processes are doing
+    workers: list[str] = field(default_factory=list)  # what each of its worker processes is doing
 
     @property
     def who(self) -> str:
@@ -68,17 +68,17 @@ class _Rank:
 
     @property
     def frames(self) -> list[str]:
-        """User code frames of the rank's main thread, innermost first."""
+        """Stack frames of the main thread that are in the user's code, innermost first."""
         return own_lines(main_frames(self.stacks))
 
     @property
     def place(self) -> str:
-        """Location of the main thread in the user's code."""
+        """Line of the user's code that the main thread is executing, as text."""
         return f", at {place_of(self.frames)}" if self.frames else ""
 
     @property
     def action(self) -> str:
-        """What the main thread is doing and where, followed by the worker processes."""
+        """What the main thread is doing and where, followed by what the worker processes are doing."""
         others = [f"and {len(self.workers) - _MOST_WORKERS} more"] * (len(self.workers) > _MOST_WORKERS)
         own = f"its main thread {self.doing or 'runs'}{self.place}"
         return "; ".join([own, *self.workers[:_MOST_WORKERS], *others])
@@ -113,12 +113,12 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _ranks_here(target: str) -> list[_Rank]:
-    """Return the ranks on this host that belong to any job matching ``target``."""
+    """Return the ranks on this host that belong to a job matching ``target``."""
     jobs: dict[str, list[_Rank]] = {}
     known = set()
     for pid in filter(str.isdigit, os.listdir("/proc") if os.path.isdir("/proc") else []):
         reader = open_ring(int(pid))
-        if reader is not None and reader.who.pid == int(pid) and reader.who.host:  # no host during init()
+        if reader is not None and reader.who.pid == int(pid) and reader.who.host:  # empty during init()
             if (rank := _rank_of(reader)) is None:
                 continue
             known.add((rank.job, rank.number))
@@ -144,7 +144,7 @@ def _ranks_here(target: str) -> list[_Rank]:
 
 
 def _only_job(ranks: list[_Rank], target: str) -> list[_Rank]:
-    """Return the ranks in order. Raises LaunchError if they do not all belong to one job."""
+    """Return the ranks in ascending order. Raises LaunchError unless all of them belong to the same job."""
     jobs = {rank.job for rank in ranks}
     if len(jobs) == 1:
         return sorted(ranks, key=lambda rank: rank.number)
@@ -165,7 +165,7 @@ def _only_job(ranks: list[_Rank], target: str) -> list[_Rank]:
 
 
 def _look_elsewhere(arguments: argparse.Namespace) -> list[_Rank]:
-    """Return the ranks on the hosts given in the arguments. Hosts that do not answer are named on stderr."""
+    """Return the ranks on the hosts given in the arguments. Prints an error for each host that fails."""
     argv = ["ringdance", "explain", "--json", *([arguments.target] if arguments.target else [])]
     with closing(host_set(arguments)) as hosts:
         hosts.connect(arguments.connect_timeout)
@@ -177,7 +177,7 @@ def _look_elsewhere(arguments: argparse.Namespace) -> list[_Rank]:
         try:
             for row in json.loads(output.splitlines()[-1]):
                 ranks.append(_Rank(**row))
-                if ranks[-1].job.isdigit():  # the process id of mpiexec or its daemon on that host
+                if ranks[-1].job.isdigit():  # process ID of mpiexec or its daemon on that host
                     ranks[-1].job = "of another launcher"
         except (ValueError, IndexError, TypeError):
             print(f"ringdance explain: {host}: {answer['problem'] or output.strip()}", file=sys.stderr)
@@ -185,11 +185,11 @@ def _look_elsewhere(arguments: argparse.Namespace) -> list[_Rank]:
 
 
 def _rank_of(reader: RingReader) -> _Rank | None:
-    """Return the rank that wrote these records, or None if its process has just exited."""
+    """Return the rank whose records are read by ``reader``, or None if its process has just exited."""
     number, host, pid = reader.who
     try:
         process = psutil.Process(pid)
-        job = process.environ().get(linux.MARKER) or str(process.ppid())  # mpiexec, or its daemon
+        job = process.environ().get(linux.MARKER) or str(process.ppid())  # mpiexec or its daemon
     except psutil.Error:
         return None
     waits_for, since = reader.name(reader.words[Word.PENDING]), reader.words[Word.PENDING_SINCE]
@@ -200,7 +200,7 @@ def _rank_of(reader: RingReader) -> _Rank | None:
 
 
 def _is_below(pid: int, other: int) -> bool:
-    """Return True if ``other`` is the process ``pid`` itself or one of its ancestors."""
+    """Return True if the process ``pid`` is ``other`` or one of its descendants."""
     try:
         return other == pid or any(parent.pid == other for parent in psutil.Process(pid).parents())
     except psutil.Error:  # the process has just exited
@@ -208,7 +208,7 @@ def _is_below(pid: int, other: int) -> bool:
 
 
 def _look(ranks: list[_Rank]) -> list[_Rank]:
-    """Add what each rank is currently doing. All ranks must be on this host."""
+    """Determine what each rank is currently doing, and return the ranks. All of them must be on this host."""
     samples = {rank.pid: sample_cpu(rank.pid) for rank in ranks}
     time.sleep(_SAMPLE_S if ranks else 0.0)
     for rank in ranks:
@@ -224,7 +224,7 @@ def _look(ranks: list[_Rank]) -> list[_Rank]:
 
 
 def _look_at_workers(rank: _Rank) -> None:
-    """Add what a rank's forked processes, such as data loader workers, are doing in the user's code."""
+    """Determine what a rank's child processes, such as data loader workers, are doing in the user's code."""
     with suppress(psutil.Error):  # the process has just exited
         for child in psutil.Process(rank.pid).children():
             stacks = stacks_of(child.pid)
@@ -262,7 +262,7 @@ def _culprit(ranks: list[_Rank], missing: list[int]) -> str:
         verb = "waits" if len(waiting) == 1 else "wait"
         return f"{others} {verb} for {'; and for '.join(f'{rank.who}: {rank.action}' for rank in late)}."
     names = Counter((rank.operation, rank.waits_for) for rank in waiting)
-    alike = len({label for _, label in names}) < len(names)  # labels collide, so show full names
+    alike = len({label for _, label in names}) < len(names)  # ambiguous, so show full names
 
     def said(name: tuple[str, str]) -> str:
         return f"'{name[1]}'" + f" ({name[0]})" * (alike and name[0] != name[1])

@@ -21,7 +21,7 @@ examples:
   ringdance recipes copy resnet50 job              train_torch.py, train_keras.py and their shared files
   ringdance run -np 2 python job/train_torch.py --preset laptop --synthetic --steps 20
 """
-# Each recipe, with a command that tries out a copy in a directory.
+# Recipes, each with a command for trying out a copy of the recipe. {} stands for the directory of the copy.
 _RECIPES = {
     "resnet50": "ringdance run -np 2 python {}/train_torch.py --preset laptop --synthetic --steps 20",
     "detection": "ringdance run -np 2 python {}/train.py --help",
@@ -31,7 +31,7 @@ _SCORED = ("resnet50", "deepfm")  # recipes that share score.py
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run ``ringdance recipes`` with the words that follow it. Returns the exit code."""
+    """Run ``ringdance recipes`` with the arguments ``argv``. Returns the exit code."""
     return subcommands.run("ringdance recipes", _DESCRIPTION, _SUBCOMMANDS, argv, _EPILOG)
 
 
@@ -41,7 +41,7 @@ def _directory(name: str) -> Path:
 
 
 def _files(name: str) -> list[Path]:
-    """Return a recipe's files and the modules that recipes share. Training scripts come first."""
+    """Return a recipe's files, training scripts first, and the shared modules that it uses."""
     own = _directory(name)
     files = [path for path in (*own.glob("*.py"), *own.parent.glob("*.py")) if path.name != "__init__.py"]
     if name not in _SCORED:
@@ -50,16 +50,16 @@ def _files(name: str) -> list[Path]:
 
 
 def _text(path: Path) -> str:
-    """Return a file's text, edited so that a copy imports shared modules from its own directory.
+    """Return a file's text, edited so that a copy of the file imports shared modules from its own directory.
 
-    Later versions of Ringdance may change these modules, but this does not affect the copy.
+    The copy is therefore not affected if a later version of Ringdance changes these modules.
     """
     text = path.read_text(encoding="utf-8").replace("from ringdance.recipes import ", "import ")
     return text.replace("from ringdance.recipes.", "from ")
 
 
 def _first_line(path: Path) -> str:
-    # Parsed instead of imported, because an import would load a framework.
+    # Parse the module instead of importing it, because the import would load a framework.
     return (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n")[0]
 
 

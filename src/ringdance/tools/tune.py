@@ -1,4 +1,4 @@
-"""``ringdance tune threads``: find the fastest threads, binding and ranks per host for training on CPUs."""
+"""``ringdance tune threads``: find the fastest combination of threads, binding and ranks per host."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ examples:
   ringdance tune threads -H h1,h2 --global-batch 512 -- python train.py --batch {batch}
 
 exit code: 0 if a trial was measured, 1 if not, 2 for a wrong argument, 130 after Ctrl-C"""
-_POLL, _WORTH = 0.2, 0.02  # seconds between polls; smallest gain that counts
-_TURNS = 5  # runs per setting: of two equal settings, the second wins all comparisons once in C(10, 5) = 252
+_POLL, _WORTH = 0.2, 0.02  # seconds between polls; smallest relative gain that counts
+_TURNS = 5  # runs per setting: with equal settings, the second is better in all runs once in C(10, 5) = 252
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TF_NUM_INTRAOP_THREADS")
 _BINDS = {"off": [0], "on": [1], "both": [0, 1]}
 
 
 class Setting(NamedTuple):
-    """Settings of a trial: ranks per host, threads per rank, and whether ranks are bound to cores."""
+    """The setting of a trial: ranks per host, threads per rank, and whether ranks are bound to cores."""
 
     ranks: int
     intra: int
@@ -71,7 +71,7 @@ class Setting(NamedTuple):
 
 
 Result = tuple[float, str]
-"""Steps per second, or 0.0 if the speed is unknown, and why it is unknown ("" if it is known)."""
+"""Steps per second (0.0 if unknown), and the reason why the speed is unknown ("" if it is known)."""
 
 
 @dataclass
@@ -80,9 +80,9 @@ class Trials:
 
     Attributes:
         given: Command-line arguments.
-        hosts: Hosts to run trials on. If empty, trials run only on this host.
+        hosts: Hosts on which to run trials. If empty, trials run only on this host.
         cores: Cores per host.
-        others: Maximum share of a host's cores that other programs have used during a trial.
+        others: Maximum share of a host's cores that other programs used during a trial.
     """
 
     given: argparse.Namespace
@@ -91,7 +91,7 @@ class Trials:
     others: float = 0.0
 
     def line(self, one: Setting) -> list[str]:
-        """Return the arguments of ``ringdance`` that run the command with a setting."""
+        """Return the arguments with which ``ringdance`` runs the user's command with a setting."""
         total = one.ranks * max(1, len(self.hosts))
         words = ["mpirun" if one.bind else "run", "-np", str(total)]
         if self.hosts:
@@ -104,7 +104,7 @@ class Trials:
         return words + [word.replace("{batch}", batch) for word in self.given.command]
 
     def run(self, one: Setting, directory: Path) -> Result:
-        """Run the command until its speed is measured. Always stops all of its processes before returning."""
+        """Run the user's command until its speed is known. Ends all of its processes before returning."""
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir()
         kind, *words = self.line(one)
@@ -113,7 +113,7 @@ class Trials:
         with open(directory / "log", "wb") as log:
             job = subprocess.Popen(
                 line, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environ, start_new_session=True,
-                preexec_fn=die_with_parent,  # so that the job also ends if this process gets SIGKILL
+                preexec_fn=die_with_parent,  # ends the job even if this process is killed by SIGKILL
             )  # fmt: skip
         try:
             return self._measure(job, directory)
@@ -164,14 +164,14 @@ def _speed_of(results: Sequence[Result]) -> float:
 def _metrics(directory: Path) -> RunMetrics | None:
     """Return a trial's metrics, or None if it has not completed any steps yet."""
     try:
-        with contextlib.redirect_stderr(io.StringIO()):  # hides warnings about incomplete lines
+        with contextlib.redirect_stderr(io.StringIO()):  # suppress warnings about incomplete lines
             return read_run(directory / "out")
     except LaunchError:
         return None
 
 
 def _steady(run: RunMetrics) -> float:
-    """Return the time in seconds over which the speed was measured."""
+    """Return the duration in seconds over which the speed has been measured so far."""
     times = [row["last_step_time"] for row in run.ranks[0].training if "last_step_time" in row] or [0.0]
     return float(times[-1] - times[0])
 
@@ -179,7 +179,7 @@ def _steady(run: RunMetrics) -> float:
 def search(
     space: Mapping[str, Sequence[int]], cores: int, run: Callable[[Setting], Result]
 ) -> tuple[Setting, dict[Setting, list[Result]]]:
-    """Search for the fastest setting. Returns it, and all results in the order of the trials.
+    """Search for the fastest setting. Returns this setting, and the results of all settings tried.
 
     Args:
         space: Candidate values for each field of a setting, in the order in which to try them.
@@ -191,9 +191,10 @@ def search(
     best, tried = starts[0], defaultdict[Setting, list[Result]](list)
 
     def is_faster(one: Setting, than: Setting) -> bool:
-        """Return True if ``one`` is faster. Runs alternate, because the load from other programs changes.
+        """Return True if ``one`` is faster than ``than``, based on alternating runs of both settings.
 
-        Stops early once the speeds of both settings overlap.
+        Runs alternate because the load from other programs changes. Once the speeds of the two settings
+        overlap, further runs are skipped.
         """
         speeds: tuple[list[float], list[float]] = [], []
         for turn in range(_TURNS):
@@ -222,7 +223,7 @@ def search(
 
 
 def _space(given: argparse.Namespace, cores: int, hosts: int) -> dict[str, list[int]]:
-    """Return the candidate values. Raises LaunchError if the arguments contradict each other."""
+    """Return the candidate values of each ``Setting`` field. Raises LaunchError if the arguments conflict."""
     batch, powers = given.global_batch, [n for n in range(1, cores + 1) if n == cores or not n & (n - 1)]
     has_batch = any("{batch}" in word for word in given.command)
     if has_batch != bool(batch):

@@ -1,4 +1,4 @@
-"""``ringdance bench input``: use three short runs to find out whether the input limits training."""
+"""``ringdance bench input``: use three short runs to find out whether data loading limits training."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _LESS = {
     "rows": "prepare files that need no parsing (`ringdance data prepare criteo ... --format rows`)",
     "samples": "compute whatever is the same in every epoch once, before training, and store it",
 }
-_TAIL = 30  # lines of output shown from a failed run
+_TAIL = 30  # number of output lines to show from a failed run
 
 _INPUT = """\
 Three runs measure for --seconds each: the loader alone (its batches are read and discarded), the step alone,
@@ -57,19 +57,19 @@ exit code: 0 if all three runs were measured, otherwise the failed run's exit co
 
 @dataclass(frozen=True)
 class Speed:
-    """The result of one run.
+    """The measured speed of one run: the loader alone, the training step alone, or both.
 
     Attributes:
         unit: What the loader's samples are called: images, rows or samples.
-        samples_per_second: Total speed of all ranks if each rank runs at the speed of the slowest.
-        noise: Half the width of the speed's 95% confidence interval, as a share of the speed.
+        samples_per_second: Total speed if every rank were as slow as the slowest rank.
+        noise: Half the width of the 95% confidence interval of the speed, as a share of the speed.
         slowest: The slowest rank.
-        behind: Share by which the slowest rank is slower than the average.
-        cores: Number of cores that the slowest rank uses, including its loader's processes.
-        cores_of_mean: Number of cores that a rank uses on average.
+        behind: How much slower the slowest rank is than the average rank, as a share of the average speed.
+        cores: Number of cores used by the slowest rank, including its data loader processes.
+        cores_of_mean: Mean number of cores used per rank.
         usable: Number of cores available to the slowest rank.
-        host_busy: Share of CPU time in use on the slowest rank's host, by any program.
-        by_others: Share of CPU time on this host used by other programs.
+        host_busy: CPU utilization of the slowest rank's host, including all programs.
+        by_others: Share of the CPU time on the same host that is used by programs other than the ranks.
     """
 
     unit: str
@@ -85,12 +85,12 @@ class Speed:
 
     @property
     def is_busy(self) -> bool:
-        """True if hardly any core is idle."""
+        """True if hardly any core is idle, either on the host or among the slowest rank's cores."""
         return self.host_busy >= BUSY or self.cores >= BUSY * self.usable
 
     @classmethod
     def of(cls, rows: Sequence[Mapping[str, Any]]) -> Speed:
-        """Combine the measurements from all ranks."""
+        """Combine the measurements of one run from all ranks."""
         speeds = [row["samples"] / row["seconds"] for row in rows]
         least, mean = min(speeds), fmean(speeds)
         slowest = speeds.index(least)
@@ -104,11 +104,11 @@ class Speed:
 
 
 def judge(speeds: Mapping[str, Speed]) -> Limit:
-    """Compare the three speeds to decide whether the loader or the step waits for the other.
+    """Decide from the speeds of the three runs what limits training.
 
     Returns:
-        A limit whose bound is "loader", "step", "cores" (both need the same cores), "order" (each waits while
-        the other works) or "unclear" (for example, the speeds differ by less than their noise).
+        A limit whose bound is "loader", "step", "cores" (loader and step compete for cores), "order" (loader
+        and step take turns) or "unclear" (for example, the speeds differ by less than their noise).
     """
     loader, step, both = (speeds[part].samples_per_second for part in PARTS)
     alone = speeds["loader"]
@@ -119,7 +119,7 @@ def judge(speeds: Mapping[str, Speed]) -> Limit:
     )
     taken = max((speed.by_others for speed in speeds.values() if speed.host_busy >= BUSY), default=0.0)
     disturbed = taken >= TAKEN
-    # A loader that hardly uses a core is waiting, even if other programs keep the cores busy.
+    # A loader that uses hardly any CPU time is waiting, even if other programs keep the cores busy.
     waits = max(loader, both) < step * (1 - LITTLE) and alone.cores < NO_CORES
     slow = loader < step * (1 - LITTLE) and (both >= loader * 0.7 or (disturbed and waits))
     if disturbed and not waits:
@@ -130,7 +130,7 @@ def judge(speeds: Mapping[str, Speed]) -> Limit:
             "Measure again while nothing else is running on the hosts.",
         )
     noise, other = (hypot(speeds[part].noise, speeds["step"].noise) for part in ("both", "loader"))
-    fast = step / (step + loader) < LITTLE  # loading would take hardly any time even without overlap
+    fast = step / (step + loader) < LITTLE  # even without overlap, loading takes hardly any time
     if (noise >= max(LITTLE, 1 - both / step) and not fast) or (slow and other >= 1 - loader / step):
         return Limit(
             "unclear", f"The speeds differ by less than their noise, {max(noise, other):.0%}: {all_three}.",
@@ -154,11 +154,11 @@ def judge(speeds: Mapping[str, Speed]) -> Limit:
 
 
 def _competing(speeds: Mapping[str, Speed], all_three: str) -> Limit:
-    """Return the limit if loader and step are each fast enough alone, but not together.
+    """Return what limits training if loader and step are each fast enough alone, but not together.
 
     Args:
-        speeds: The three speeds.
-        all_three: Text that states the speeds.
+        speeds: Speeds of the three runs.
+        all_three: Text that states these speeds.
     """
     less = _LESS[speeds["loader"].unit]
     loader, step, both = (speeds[part].samples_per_second for part in PARTS)
@@ -180,7 +180,7 @@ def _competing(speeds: Mapping[str, Speed], all_three: str) -> Limit:
 
 
 def _faster_loader(alone: Speed) -> str:
-    """Return advice for a loader that limits training."""
+    """Return advice on how to speed up a loader that limits training."""
     less = _LESS[alone.unit]
     used = f"it uses {alone.cores:.1f} of {alone.usable:.1f} cores"
     waits = "for a disk, a network, a lock or a sleep"
@@ -207,7 +207,7 @@ def _faster_loader(alone: Speed) -> str:
 
 
 def table(speeds: Mapping[str, Speed]) -> str:
-    """Format the speeds as lines of text."""
+    """Format the speeds of the runs as a text table."""
     lines = [f"{'':14}{speeds['loader'].unit + '/s':>14}{'+-':>6}{'cores per rank':>18}{'hosts busy':>12}"]
     for part, title in PARTS.items():
         one = speeds[part]
@@ -218,10 +218,10 @@ def table(speeds: Mapping[str, Speed]) -> str:
 
 
 def measure(part: str, words: Sequence[str], seconds: float) -> Speed:
-    """Run ``ringdance run`` with the arguments ``words``, and measure one part.
+    """Measure ``part`` (see ``PARTS``) in a job that ``ringdance run`` starts with the arguments ``words``.
 
     Raises:
-        CommandError: The run failed, or ended before the measurement was complete.
+        CommandError: The job failed, or ended before the measurement was complete.
     """
     environ = os.environ | {
         "RINGDANCE_INPUT_CHECK": part, "RINGDANCE_INPUT_CHECK_TIME": str(seconds),
@@ -240,7 +240,7 @@ def measure(part: str, words: Sequence[str], seconds: float) -> Speed:
                 if row["text"].startswith(INPUT_MARK):
                     speed = Speed.of(json.loads(row["text"].removeprefix(INPUT_MARK)))
                     continue
-            except (ValueError, KeyError, TypeError):  # not a JSON record: written by the launcher itself
+            except (ValueError, KeyError, TypeError):  # not a JSON record: the launcher wrote this line
                 pass
             last.append(text)
     if speed is None or process.returncode:

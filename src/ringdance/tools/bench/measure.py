@@ -1,4 +1,4 @@
-"""Time steps for ``ringdance bench train``: with Ringdance, without an exchange, and with other libraries."""
+"""Time the training steps of ``ringdance bench train``, also without exchanges and with other libraries."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ Gradients = list[tuple[str, int, float]]
 
 
 class Made(NamedTuple):
-    """A model that a framework has built.
+    """A model built with one of the frameworks, and the functions that run and measure it.
 
     Attributes:
-        steps: Step functions by contestant. Each call runs a step and returns the loss.
+        steps: Step function for each contestant. A call runs one training step and returns the loss.
         sizes: Name and size in bytes of each gradient, in forward order.
-        ready: Measures when the gradients are ready. None if the framework does not report this.
-        exchange: Returns a step function that only averages gradients with the given sizes in bytes, all in
-            one group.
+        ready: Measures when each gradient becomes ready. None if the framework cannot report this.
+        exchange: Takes gradient sizes in bytes, and returns a step function that only averages gradients of
+            these sizes, all in a single group.
         gpu: True if the rank has a GPU.
     """
 
@@ -44,7 +44,7 @@ class Made(NamedTuple):
 
 
 def batch_of(given: Mapping[str, Any], rank: int) -> tuple[Any, Any]:
-    """Return synthetic samples and labels, which are different on each rank."""
+    """Return a batch of synthetic samples and their labels. Each rank gets a different batch."""
     random, name, count, size = np.random.default_rng(rank), given["model"], given["batch"], given["image"]
     if name in ("deepfm", "bert-base"):
         from ringdance.tools.plan.torch_models import FIELDS, TABLE, WORDS
@@ -57,16 +57,16 @@ def batch_of(given: Mapping[str, Any], rank: int) -> tuple[Any, Any]:
 
 
 def measure(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Train on synthetic samples, alternating between contestants in blocks of steps.
+    """Train on synthetic samples, switching to the next contestant after each block of steps.
 
     Args:
         given: Values of the options ``model``, ``framework``, ``batch``, ``image``, ``dtype``, ``against``,
             ``steps``, ``warmup`` and ``unit``.
 
     Returns:
-        This rank's measurements: seconds per step by contestant and block, times of single steps without an
-        exchange, gradients, seconds for the exchange alone, the host and its cores, the share of these cores
-        in use, and the number of cores that this rank used.
+        This rank's measurements: seconds per step by contestant and block, times of single steps without
+        exchanges, gradients, seconds for the exchange alone, the host, its number of cores and their
+        utilization, and the number of cores that this rank used.
     """
     hvd = ringdance.numpy
     made: Made = _MAKERS[given["framework"]](given)
@@ -102,17 +102,17 @@ def measure(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _block(step: Step, count: int) -> tuple[float, float]:
-    """Return the mean seconds per step over ``count`` steps, and the last loss. All ranks start together."""
+    """Run ``count`` steps, starting with all ranks together. Return the mean step time and the last loss."""
     ringdance.numpy.barrier()
     began = time.perf_counter()
     for _ in range(count):
         loss = step()
-    last = float(loss)  # waits for the GPU
+    last = float(loss)  # float() waits for the GPU to finish
     return (time.perf_counter() - began) / count, last
 
 
 def assumed(sizes: Sequence[tuple[str, int]], step: float) -> Gradients:
-    """Return gradients that are assumed to become ready evenly over the backward pass, last layer first."""
+    """Return gradients with assumed ready times: evenly spaced over the backward pass, last layer first."""
     pace = step * (1 - FORWARD) / len(sizes)
     ends = (step * FORWARD + pace * place for place in range(1, len(sizes) + 1))
     return [(name, nbytes, end) for (name, nbytes), end in zip(reversed(sizes), ends, strict=True)]
@@ -173,7 +173,7 @@ def _torch(given: Mapping[str, Any]) -> Made:
 
 
 def _ready(model: Any, step: Step, gpu: bool) -> Gradients:
-    """Return the median time at which each gradient's hook runs, or at which the GPU has computed it."""
+    """Return the gradients with the median times at which they are computed, as measured by hooks."""
     import torch
 
     seen_at: dict[str, tuple[int, list[Any]]] = {}
@@ -209,7 +209,7 @@ def _ready(model: Any, step: Step, gpu: bool) -> Gradients:
 
 
 def _model(given: Mapping[str, Any]) -> Any:
-    """Build a Keras model that returns logits, with the same weights on all ranks."""
+    """Build a Keras model that outputs logits. Its initial weights are the same on all ranks."""
     import keras
     from keras import layers
 

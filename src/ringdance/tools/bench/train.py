@@ -27,13 +27,13 @@ from ringdance.tools.report import svg
 
 
 class ModelFacts(NamedTuple):
-    """Facts about a model that are known without building it.
+    """Properties of a model that are known before it is built.
 
     Attributes:
-        unit: What the model's samples are called, in the plural.
+        unit: Plural noun for the model's samples, such as "images".
         batch: Default number of samples per rank and step.
         size: Default image size in pixels, or sequence length in words.
-        least: Smallest possible ``size``.
+        least: Smallest valid ``size``.
     """
 
     unit: str
@@ -76,17 +76,17 @@ exit code: 0 if all numbers of ranks were measured, 2 for a wrong argument or a 
 
 
 def _in_ranks(given: Mapping[str, Any]) -> Any:
-    # Imported late and by name, because the process that starts the ranks must not import a framework.
+    # Import by name, and only in the ranks, because the process that starts them must not import a framework.
     return importlib.import_module("ringdance.tools.bench.measure").measure(given)
 
 
 def sizes(text: str) -> list[int]:
-    """Parse numbers of ranks, such as "1,2,4". Returns them in ascending order, always including 1."""
+    """Parse a list of rank counts, such as "1,2,4". Returns them in ascending order and always includes 1."""
     return sorted({1, *counts(text)})
 
 
 def check(given: argparse.Namespace) -> None:
-    """Raise a CommandError if the model, framework or other library is not available."""
+    """Raise CommandError if an argument is invalid, or if a required library is not installed."""
     has = FRAMEWORKS[given.framework]
     if given.model not in has:
         others = [name for name, models in FRAMEWORKS.items() if given.model in models]
@@ -111,14 +111,14 @@ def check(given: argparse.Namespace) -> None:
 def figures(
     found: Sequence[Mapping[str, Any]], batch: int, threads: int, one: float | None = None
 ) -> dict[str, Any]:
-    """Return the entry of the JSON file for one number of ranks.
+    """Return the entry in the JSON file that describes the measurements with one number of ranks.
 
     Args:
-        found: Results of ``ringdance.tools.bench.measure.measure``, by rank. The time of a block is the time
-            of its slowest rank.
+        found: Results of ``ringdance.tools.bench.measure.measure``, by rank. Each block is timed by its
+            slowest rank.
         batch: Samples per rank and step.
         threads: Threads per rank.
-        one: Samples per second on a single rank. None if this entry is for a single rank.
+        one: Samples per second measured on a single rank. None if this entry describes a single rank.
     """
     first, ranks = found[0], len(found)
     blocks = {
@@ -146,13 +146,13 @@ def figures(
 
 
 def _others(found: Sequence[Mapping[str, Any]], host: str) -> float:
-    """Return the share of a host's cores used by programs other than these ranks."""
+    """Return the share of a host's cores that is used by programs other than the measured ranks."""
     here = [rank for rank in found if rank["host"] == host]
     return max(0.0, here[0]["busy"] - sum(rank["used"] for rank in here) / here[0]["cores"])
 
 
 def table(content: Mapping[str, Any]) -> list[dict[str, float]]:
-    """Return a row for each number of ranks, with values by column name. Other libraries come last."""
+    """Return one row per number of ranks, with values by column name. Other libraries' columns come last."""
     return [
         {name: size[name] for name in ("ranks", "hosts", "images_per_second", "noise")}
         | {"speed_up": size["efficiency"] * size["ranks"], "efficiency": size["efficiency"]}
@@ -167,7 +167,7 @@ def _peers(content: Mapping[str, Any]) -> list[str]:
 
 
 def text(rows: Sequence[Mapping[str, float]], unit: str) -> str:
-    """Format the table. Columns of other libraries also show Ringdance's speed as a multiple of theirs."""
+    """Format the table as text. Columns of other libraries also show Ringdance's speed relative to theirs."""
     heads = {
         "ranks": ("ranks", ","), "hosts": ("hosts", ","), "images_per_second": (f"{unit}/s", ",.1f"),
         "noise": ("+-", ".1%"), "speed_up": ("speed-up", ".2f"), "efficiency": ("efficiency", ".1%"),
@@ -235,7 +235,7 @@ def _train(given: argparse.Namespace) -> int:
 
 
 def _threads(largest: JobSpec) -> int:
-    """Return the number of threads per rank, as set by the user or derived from the cores of a host."""
+    """Return the threads per rank: OMP_NUM_THREADS if set, otherwise derived from a host's cores."""
     prepared = prepare(largest)
     prepared.close()
     if prepared.plan.threads:
@@ -250,7 +250,7 @@ def _threads(largest: JobSpec) -> int:
 
 
 def _write(output: Path, content: Mapping[str, Any]) -> None:
-    """Write the measurements as JSON, and the plot."""
+    """Write the measurements to a JSON file, and a plot to an SVG file with the same base name."""
     output.write_text(json.dumps(content, indent=1) + "\n")
     draw(output.with_suffix(".svg"), content)
     print(f"\nwritten: {output}, {output.with_suffix('.svg')}")

@@ -1,4 +1,4 @@
-"""Types for checks, their inputs and their results.
+"""Types for checks, their inputs and their results, and helpers for writing checks.
 
 A check is a pure function of the facts that probes have collected on one or more hosts. It returns one or
 more ``Finding`` objects, or None if it does not apply, for example on a host without a GPU. A finding with a
@@ -29,11 +29,11 @@ AREAS = (
 
 @dataclass(frozen=True)
 class Usage:
-    """What the hosts will be used for.
+    """How the user intends to use the hosts.
 
     Attributes:
         slots: Number of ranks by host name. Empty if unknown.
-        directories: Directories for logs and checkpoints.
+        directories: Directories to which logs and checkpoints will be written.
         hosts: Names of all hosts. Empty if only this machine is checked.
         cwd: Directory in which the command will run.
     """
@@ -51,8 +51,8 @@ class Finding:
     Attributes:
         text: Sentence that states the finding. It names hosts only if the check compares hosts.
         fix: One line that says how to fix the problem. Empty if nothing is wrong.
-        severity: Overrides the check's severity if set.
-        hosts: For a check that compares hosts, the hosts this finding applies to. Empty means all.
+        severity: If set, overrides the severity of the check.
+        hosts: Hosts that the finding applies to, if the check compares hosts. Empty means all hosts.
     """
 
     text: str
@@ -63,11 +63,11 @@ class Finding:
 
 @dataclass(frozen=True)
 class HostFacts:
-    """The facts about one host, indexed by probe: ``host["memory"]["total"]``.
+    """Facts about one host, indexed by the name of the probe: ``host["memory"]["total"]``.
 
     Attributes:
-        facts: Facts by probe.
-        slots: Number of ranks on this host. 0 if not known.
+        facts: Facts by the name of the probe.
+        slots: Number of ranks on this host. 0 if unknown.
     """
 
     facts: Facts
@@ -77,7 +77,7 @@ class HostFacts:
         return self.facts[name]
 
     def variable(self, name: str) -> str:
-        """Return the value of a variable that the environment probe reports, or "" if it is not set."""
+        """Return the value of an environment variable from the environment probe, or "" if it is not set."""
         return str(self["environment"].get(name, ""))
 
 
@@ -90,13 +90,13 @@ class Check:
     """A check for one kind of problem.
 
     Attributes:
-        name: Name on the command line.
-        area: One of ``AREAS``, used as a heading in reports.
-        severity: One of ``SEVERITIES``: the severity of any problem found.
+        name: Name of the check on the command line.
+        area: One of ``AREAS``, under which reports list the check.
+        severity: One of ``SEVERITIES``. Applies to every problem that the check finds.
         description: What is checked and why it matters.
         judge: Function that returns the findings. Takes a ``HostFacts``, or a mapping of host names to
             ``HostFacts`` if ``compares`` is True.
-        needs: Probes whose facts ``judge`` reads. Default: the probe named after the area.
+        needs: Names of the probes whose facts ``judge`` reads. Default: the probe with the name of the area.
         compares: If True, the check compares hosts and is skipped if there is only one.
     """
 
@@ -114,14 +114,14 @@ class Check:
 
 @dataclass(frozen=True)
 class Result:
-    """The outcome of a check on one or several hosts.
+    """The outcome of one check on one or more hosts.
 
     Attributes:
         check: Name of the check.
         area, severity: The check's area and severity. The severity is "ok" if nothing is wrong, and "unknown"
             if a probe failed.
         hosts: Hosts that this result applies to.
-        text, fix: The finding's text and fix.
+        text, fix: Text and fix of the finding. See ``Finding``.
     """
 
     check: str
@@ -133,7 +133,7 @@ class Result:
 
     @property
     def wrong(self) -> bool:
-        """True if there is something to fix."""
+        """True if the check found a problem."""
         return self.severity in SEVERITIES
 
 
@@ -178,9 +178,9 @@ def limit(
 
     Args:
         text: Sentence that states the fact.
-        wrong: Returns True if the fact is a problem.
+        wrong: Returns True if the fact is a problem on the host.
         fix: One line that says how to fix the problem.
-        problem: Sentence used instead of ``text`` if there is a problem. Default: ``text``.
+        problem: Sentence to use instead of ``text`` if there is a problem. Default: ``text``.
         applies: Returns False if the check does not apply to the host.
     """
 
@@ -199,7 +199,7 @@ def equal(values: Callable[[HostFacts], Mapping[str, str]], fix: str) -> Callabl
     """Build a ``judge`` function that checks whether values are the same on all hosts.
 
     Args:
-        values: Returns a host's values as strings by name, such as ``{"Python": "3.12"}``.
+        values: Returns the values of a host as strings by name, such as ``{"Python": "3.12"}``.
         fix: One line that says how to resolve a difference.
     """
 
@@ -212,14 +212,14 @@ def equal(values: Callable[[HostFacts], Mapping[str, str]], fix: str) -> Callabl
 
 
 def outliers(values: Mapping[str, str], fix: str, what: str = "") -> Iterator[Finding]:
-    """Compare the hosts' values with the most common one.
+    """Find hosts whose value differs from the most common value.
 
-    Yields one finding if all hosts have the same value, otherwise one for each value except the most common.
+    Yields a single finding if all hosts have the same value, otherwise one for each less common value.
 
     Args:
-        values: Values by host. Of several equally common values, the first counts as the most common.
+        values: Values by host. If several values are equally common, the first counts as the most common.
         fix: One line that says how to resolve a difference.
-        what: Name of the value, which precedes it in each finding's text.
+        what: Name of the value. In the findings, it is written before the value.
     """
     counts = Counter(values.values())
     common = max(counts, key=lambda value: counts[value])

@@ -1,4 +1,4 @@
-"""The command ``ringdance doctor``."""
+"""The command line of ``ringdance doctor``."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ exit code: 0 if there are no problems (notes do not count), 1 if there are, 2 if
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
+    """Return the argument parser."""
     made = Parser(
         prog="ringdance doctor",
         description="Find problems that make training fail or hang, and show their fixes.",
@@ -99,7 +99,7 @@ def _main(arguments: argparse.Namespace) -> int:
 
 
 def _slots(arguments: argparse.Namespace) -> Sequence[tuple[str, int]]:
-    """Return the hosts given on the command line with their slots (0 if unknown). Default: this machine.
+    """Return the slots (0 if unknown) of each host given on the command line. Default: only this machine.
 
     Raises:
         LaunchError: A host name or a host file is invalid.
@@ -113,7 +113,7 @@ def _slots(arguments: argparse.Namespace) -> Sequence[tuple[str, int]]:
 
 
 def _probes(names: Sequence[str], quick: bool) -> list[str]:
-    """Return the probes that the named checks need, or all probes if ``names`` is empty."""
+    """Return the probes needed by the checks ``names``, or all probes if ``names`` is empty."""
     if not names:
         return list(QUICK if quick else PROBES)
     needed = {probe for name in names for probe in CHECKS[name].needs}

@@ -1,4 +1,4 @@
-"""Check directories for logs, checkpoints and temporary files.
+"""Check the directories to which logs, checkpoints and temporary files are written.
 
 Sizes are in bytes. Uses only the standard library.
 """
@@ -16,7 +16,7 @@ from ringdance.host.directories import bases
 from ringdance.host.system import linux, machine
 from ringdance.tools.doctor.check import ERROR, WARNING, Check, Finding, HostFacts, Usage, limit
 
-# The path of a Unix socket is limited to 108 bytes, of which MPI's session directories take about 45.
+# A Unix socket path is limited to 108 bytes, of which MPI's session directories take up about 45.
 _LONGEST = 60
 _REMOVE = "remove large files: du -xh {} | sort -h | tail"
 _FIXES = {
@@ -30,7 +30,7 @@ _FIXES = {
 
 
 def disk_facts(usage: Usage) -> dict[str, Any]:
-    """Collect facts about each directory in ``usage`` and about the temporary directory."""
+    """Collect facts about the directories in ``usage.directories`` and the directory for temporary files."""
     temporary = bases(os.environ)[0]
     return {
         "directories": {path: directory_facts(path) for path in usage.directories},
@@ -50,7 +50,7 @@ def directory_facts(path: str) -> dict[str, Any]:
 
 
 def _write_error(directory: str) -> str:
-    """Try to write a file to ``directory``. Return the reason for a failure, or "" on success."""
+    """Try to write a file to ``directory``. Return the error message, or "" if writing succeeds."""
     try:
         with tempfile.TemporaryFile(dir=directory) as file:
             file.write(b"x")

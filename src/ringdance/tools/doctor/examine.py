@@ -1,4 +1,4 @@
-"""Collect facts about hosts and apply the checks to them.
+"""Collect facts about hosts and apply checks to these facts.
 
 Each host's agent runs the probes in a separate process (``probe.py``).
 """
@@ -31,10 +31,10 @@ from ringdance.tools.hosts.host_set import HostSet
 
 _ALL = [check for module in (machine, network, python, mpi, disk, gpu, leftovers) for check in module.CHECKS]
 CHECKS = {check.name: check for check in sorted(_ALL, key=lambda check: AREAS.index(check.area))}
-"""Every check by name, in the order of the areas."""
+"""All checks by name, sorted by area in the order of ``AREAS``."""
 _SPARE_S = 30.0  # allowance for starting Python, added to the probes' time limit
-_NAMES = 16  # each host resolves the names of this many other hosts
-# Variables that locate libraries. Ranks get their values from the launcher, not from a login shell.
+_NAMES = 16  # number of other hosts whose names each host resolves
+# Variables that locate libraries. Ranks inherit these variables from the launcher, not from a login shell.
 _LIBRARIES = (
     "LD_LIBRARY_PATH", "OPAL_PREFIX", "PMIX_INSTALL_PREFIX", "I_MPI_ROOT", "MPI4PY_LIBMPI", "MPI4PY_MPIABI",
 )  # fmt: skip
@@ -43,12 +43,12 @@ _LIBRARIES = (
 def collect(
     hosts: HostSet, probes: Collection[str], usage: Usage, seconds: float
 ) -> dict[str, dict[str, Any]]:
-    """Collect facts on all hosts in parallel. For a host that does not answer, only "reach" is present.
+    """Collect facts on all hosts in parallel. If a host does not answer, its only fact is "reach".
 
     Args:
-        hosts: Connected hosts, and the problems with hosts that could not be connected.
+        hosts: The hosts, some of which may not be connected.
         probes: Names of the probes to run.
-        usage: What the hosts will be used for.
+        usage: How the hosts will be used.
         seconds: Time limit for the probes on each host.
     """
     request = {
@@ -68,13 +68,13 @@ def collect(
 
 
 def _sample(hosts: Sequence[str], host: str) -> tuple[str, ...]:
-    """Return the hosts whose names ``host`` must resolve: itself and the next hosts in the list."""
+    """Return the hosts whose names ``host`` must resolve: ``host`` itself and the hosts that follow it."""
     at = hosts.index(host) if host in hosts else 0
     return tuple([*hosts, *hosts][at : at + min(len(hosts), _NAMES + 1)])
 
 
 def _facts(hosts: HostSet, host: str, answer: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the facts in the answer from a host's agent."""
+    """Extract the facts about a host from its agent's answer."""
     local, output = host in hosts.shell.local, answer.get("output", "")
     try:
         facts = json.JSONDecoder().raw_decode(output.rpartition(MARK)[2])[0]
@@ -88,15 +88,15 @@ def _facts(hosts: HostSet, host: str, answer: Mapping[str, Any]) -> dict[str, An
 
 
 def examine(facts: Mapping[str, Facts], usage: Usage, names: Iterable[str] | None = None) -> list[Result]:
-    """Apply checks to the facts of one or several hosts.
+    """Apply checks to the facts about one or more hosts.
 
     Args:
         facts: Facts by host name.
-        usage: What the hosts will be used for.
+        usage: How the hosts will be used.
         names: Names of the checks to apply. If None, all checks whose probes were run are applied.
     """
     hosts = {name: HostFacts(known, usage.slots.get(name, 0)) for name, known in facts.items()}
-    merged: dict[Result, list[str]] = {}  # hosts by result: merges results that differ only in their hosts
+    merged: dict[Result, list[str]] = {}  # hosts by result, to merge results that differ only in their hosts
     for check in CHECKS.values():
         if names is None or check.name in names:
             for result in _compared(check, hosts) if check.compares else _each(check, hosts):
@@ -122,7 +122,7 @@ def _compared(check: Check, hosts: Hosts) -> Iterable[Result]:
 
 
 def _failure(check: Check, host: HostFacts) -> str | None:
-    """Return why a probe that the check needs failed, "" if one was not run, or None if all succeeded."""
+    """Return why a required probe failed, "" if one was not run, or None if all required probes succeeded."""
     for probe in check.needs:
         if probe not in host.facts:
             return ""

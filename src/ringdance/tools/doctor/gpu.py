@@ -1,4 +1,4 @@
-"""Check the GPUs, their driver, and the frameworks that use them. Imports only the standard library."""
+"""Check the GPUs, the GPU driver, and the frameworks that use the GPUs. Imports only the standard library."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _MARK = "::found::"
 
 
 def gpu_facts(usage: Usage) -> dict[str, Any]:
-    """Collect the GPUs on the PCI bus, the number of device files, and the GPUs that nvidia-smi lists."""
+    """Collect the number of GPUs on the PCI bus, the number of device files, and facts from nvidia-smi."""
     on_bus = [
         path
         for path in glob.glob("/sys/bus/pci/devices/*/vendor")
@@ -71,14 +71,14 @@ def gpu_facts(usage: Usage) -> dict[str, Any]:
 def frameworks_facts(usage: Usage) -> dict[str, Any]:
     """Collect each installed framework's version, CUDA version and number of GPUs, or its import error."""
     names = [name for name in _SCRIPTS if find_spec(name)]
-    with ThreadPoolExecutor(max(1, len(names))) as pool:  # each import takes seconds
+    with ThreadPoolExecutor(max(1, len(names))) as pool:  # each import takes several seconds
         return {"of": dict(zip(names, pool.map(_import, names), strict=True))}
 
 
 def _import(name: str) -> dict[str, Any]:
     program = f"{_SCRIPTS[name]}\nimport json; print('\\n{_MARK}' + json.dumps(found))"
     environ = dict(os.environ)
-    if os.path.expanduser("~") == "~":  # otherwise Keras in TensorFlow creates a directory named "~"
+    if os.path.expanduser("~") == "~":  # otherwise, TensorFlow's Keras would create a directory named "~"
         environ["KERAS_HOME"] = os.path.join(tempfile.gettempdir(), ".keras")
     code, output, errors = linux.run([sys.executable, "-P", "-c", program], _LIMIT_S, environ)
     text = output.rpartition(_MARK)[2]

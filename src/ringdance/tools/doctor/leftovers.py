@@ -1,4 +1,4 @@
-"""Check for ranks that were left running by earlier jobs."""
+"""Check for ranks left behind by earlier jobs."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ringdance.tools.doctor.check import WARNING, Check, Finding, HostFacts, Usa
 
 
 def leftovers_facts(usage: Usage) -> dict[str, Any]:
-    """Collect the running ranks whose launcher has exited."""
+    """Collect the ranks that are still running although their launcher has exited."""
     return {"orphans": _find_orphans({p.pid: p.info for p in psutil.process_iter(["ppid", "name"])})}
 
 
 def _find_orphans(table: dict[int, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return processes that have a job's marker and whose nearest ancestor without this marker is init."""
+    """Return processes with a job's marker whose nearest ancestor without the same marker is init."""
     jobs = linux.marked_processes()
     orphans = []
     for pid, job in jobs.items():

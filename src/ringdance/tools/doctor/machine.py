@@ -24,7 +24,7 @@ INTERFACES = (
 )  # fmt: skip
 MPI_PREFIXES = ("OPAL_PREFIX", "PRTE_PREFIX", "PMIX_PREFIX")
 MPI_LIBRARIES = ("MPI4PY_LIBMPI", "MPI4PY_MPIABI")
-# Only these variables are reported, because others may contain secrets.
+# No other environment variables are reported, because they may contain secrets.
 _VARIABLES = (*_THREADS, *INTERFACES, *MPI_PREFIXES, *MPI_LIBRARIES, "CUDA_VISIBLE_DEVICES")
 _LARGER = {
     "kubernetes": "mount a volume `emptyDir: {medium: Memory}` at /dev/shm",
@@ -36,13 +36,13 @@ _LARGER = {
 _FULL = "remove files that no process uses: ls -lhS /dev/shm"
 _MOUNT = "sudo mount -t tmpfs -o size=50%,mode=1777 tmpfs /dev/shm"
 _FOR_A_RANK = _GB
-_WINDOW = 64 * _MB  # /dev/shm needed per rank for the engine's window, MPI and a data loader
+_WINDOW = 64 * _MB  # space needed in /dev/shm per rank for the engine's window, MPI and a data loader
 
 # --- facts -----------------------------------------------------------------------------------------
 
 
 def machine_facts(usage: Usage) -> dict[str, Any]:
-    """Collect the operating system, the container runtime and the directory the command will run in."""
+    """Collect facts about the operating system, the container, and the directory the command will run in."""
     system = os.uname()
     return {
         "system": f"{system.sysname} {system.release}",
@@ -53,7 +53,7 @@ def machine_facts(usage: Usage) -> dict[str, Any]:
 
 
 def container() -> str:
-    """Return the kind of container: "kubernetes", "docker", "podman", "apptainer", or "" for none."""
+    """Return the container type: "kubernetes", "docker", "podman", "apptainer", or "" outside a container."""
     if os.environ.get("KUBERNETES_SERVICE_HOST"):
         return "kubernetes"
     if os.path.exists("/run/.containerenv"):
@@ -64,20 +64,20 @@ def container() -> str:
 
 
 def environment_facts(usage: Usage) -> dict[str, str]:
-    """Collect the variables in ``_VARIABLES`` with the values that a script started here would see."""
+    """Collect the variables in ``_VARIABLES``, as a script started by this process would see them."""
     return {name: os.environ[name] for name in _VARIABLES if os.environ.get(name)}
 
 
 def cpu_facts(usage: Usage) -> dict[str, Any]:
-    """Collect the number of usable cores, given the affinity mask and the cgroup's CPU quota."""
+    """Collect the number of usable cores, which the affinity mask and the cgroup's CPU quota limit."""
     return {"usable": usable_cores()}
 
 
 def memory_facts(usage: Usage) -> dict[str, Any]:
-    """Collect the total memory, the lowest cgroup limit on this process (None if unlimited), and /dev/shm."""
+    """Collect the total memory, the lowest cgroup limit (None if unlimited), and facts about /dev/shm."""
     names = ("memory.max", "memory.limit_in_bytes")
     texts = [linux.text(f"{path}/{name}") for path in cgroups("memory") for name in names]
-    # Skip "max" (cgroup v2) and the huge number that means "no limit" in cgroup v1.
+    # Skip the values that mean "no limit": "max" in cgroup v2, and a huge number in cgroup v1.
     limits = [int(text) for text in texts if text.isdigit() and int(text) < 1 << 60]
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return {"total": total, "limit": min(limits, default=None), "shm": directory_facts("/dev/shm")}
@@ -86,7 +86,7 @@ def memory_facts(usage: Usage) -> dict[str, Any]:
 def limits_facts(usage: Usage) -> dict[str, Any]:
     """Collect this process's soft limits (None if unlimited) and whether the host has InfiniBand.
 
-    InfiniBand needs a sufficient limit on locked memory.
+    InfiniBand requires a sufficiently high limit on locked memory.
     """
     facts: dict[str, Any] = {"infiniband": bool(glob.glob("/sys/class/infiniband/*"))}
     for name, constant in (("memlock", resource.RLIMIT_MEMLOCK), ("address", resource.RLIMIT_AS)):

@@ -1,4 +1,4 @@
-"""Check the MPI library that mpi4py loads, its mpiexec, and a job of two ranks."""
+"""Check the MPI library that mpi4py loads and its mpiexec, and run a test job with two ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ringdance.launch.mpi.options import MpiexecRequest, mpiexec_options
 from ringdance.tools.doctor.check import ERROR, Check, Finding, HostFacts, Usage, last_line, limit
 from ringdance.tools.doctor.machine import MPI_LIBRARIES, MPI_PREFIXES
 
-# A single os.write per rank, so that the two ranks' lines do not interleave.
+# Each rank calls os.write only once, so that the output of the two ranks is not interleaved.
 _RANK = "import os; from mpi4py import MPI; os.write(1, f'size={MPI.COMM_WORLD.Get_size()}\\n'.encode())"
 _LIMIT_S = 60.0
 
@@ -24,7 +24,7 @@ _LIMIT_S = 60.0
 
 
 def mpi_facts(usage: Usage) -> dict[str, Any]:
-    """Collect the MPI library, its mpiexec, and any other MPI libraries on LD_LIBRARY_PATH."""
+    """Collect facts about the MPI library, its mpiexec, and other MPI libraries on LD_LIBRARY_PATH."""
     facts: dict[str, Any] = {"family": "", "mpiexec": "", "source": "", "error": "", "fix": ""}
     try:
         mpi = find_mpi()
@@ -43,7 +43,7 @@ def mpi_facts(usage: Usage) -> dict[str, Any]:
 
 
 def world_facts(usage: Usage) -> dict[str, Any]:
-    """Start two ranks. Collect the world size each one reports, the exit code, the errors and the command."""
+    """Run two ranks. Collect the world sizes they report, the exit code, the last error and the command."""
     try:
         mpi = find_mpi()
     except LaunchError as error:

@@ -24,7 +24,7 @@ from ringdance.tools.doctor.check import (
 from ringdance.tools.doctor.machine import INTERFACES
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
-# Bridges and tunnel endpoints, which have the same address on every host.
+# Name prefixes of bridges and tunnel endpoints, which have the same address on every host.
 _VIRTUAL = (
     "docker", "br-", "virbr", "veth", "cni", "flannel", "lxc", "lxd", "podman", "tunl", "vmnet", "kube-",
 )  # fmt: skip
@@ -33,7 +33,7 @@ _VIRTUAL = (
 
 
 def network_facts(usage: Usage) -> dict[str, Any]:
-    """Collect the host's name, addresses and interfaces, and what the other hosts' names resolve to here."""
+    """Collect the host's name, addresses and interfaces, and what other host names resolve to on it."""
     name = socket.gethostname()
     own = resolve(name)
     interfaces = _interfaces()
@@ -76,12 +76,12 @@ def _interfaces() -> list[dict[str, Any]]:
 
 
 def _addresses(entries: Iterable[Any]) -> list[list[Any]]:
-    """Return [address, prefix length] for each address that may lead to other hosts."""
+    """Return [address, prefix length] for each address through which other hosts may be reachable."""
     return [
         [entry.address, int(ipaddress.ip_address(entry.netmask)).bit_count()]
         for entry in entries
         if entry.family in (socket.AF_INET, socket.AF_INET6) and entry.netmask
-        if not _is_loopback(entry.address) and "%" not in entry.address  # %eth0: link-local
+        if not _is_loopback(entry.address) and "%" not in entry.address  # skip link-local (%eth0)
     ]
 
 
@@ -108,7 +108,7 @@ def _interface_named(host: HostFacts) -> Iterator[Finding]:
         words = [word.strip() for word in value.lstrip("=").split(",") if word.strip() and "/" not in word]
         if not words or value.startswith("^"):
             continue
-        prefix = variable.startswith("NCCL")  # NCCL treats each word as a prefix of interface names
+        prefix = variable.startswith("NCCL")  # NCCL matches each word as a prefix of interface names
         if not any(name == word or (prefix and name.startswith(word)) for word in words for name in names):
             yield Finding(
                 f"{variable}={value}, but the interfaces here are {several(sorted(names))}",
@@ -132,7 +132,7 @@ def _names_agree(hosts: Hosts) -> Iterator[Finding]:
 
 
 def _networks(host: HostFacts) -> dict[Network, int]:
-    """Return the MTU of each network that may lead to other hosts."""
+    """Return the MTU of each network through which other hosts may be reachable."""
     return {
         ipaddress.ip_interface(f"{address}/{bits}").network: entry["mtu"]
         for entry in host["network"]["interfaces"]

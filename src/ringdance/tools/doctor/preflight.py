@@ -1,4 +1,4 @@
-"""Quick checks before a job starts. The probes are run by the agents that were started for the job."""
+"""Quick checks before a job starts. The agents that the job has started on its hosts run the probes."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from ringdance.launch.prepare import PreparedJob
 
 _PROBES_S, _CONNECT_S = 30.0, 20.0
-# Checks whose errors are only warnings here. Either the launcher does not depend on them (host names may
+# Checks whose errors are only warnings before a job. Either the job may run despite the error (host names may
 # be aliases that only ssh resolves, output is written on the launcher's host, and the launcher's directories
-# have short paths), or they may be intentional (a user's own module).
+# have short paths), or the cause may be intentional (a user's own module).
 _WARNINGS = frozenset(
     {"own-name", "names-agree", "folder-writable", "temporary-path-length", "shadowed-modules"}
 )
@@ -37,7 +37,7 @@ def check_hosts(ready: PreparedJob, report: Callable[[str], None], *, required: 
         required: If True, errors raise LaunchError. Otherwise they are passed to ``report``.
 
     Raises:
-        LaunchError: The job would fail. No rank has been started, and the agents are closed.
+        LaunchError: The job would fail. No ranks have been started, and the agents have been closed.
     """
     try:
         wrong = preflight(ready)
@@ -72,7 +72,7 @@ def preflight(ready: PreparedJob) -> list[Result]:
     remotes = {agent.host: agent for agent in ready.remotes}
     hosts = HostSet(slots, replace(ready.spec.shell, local=local), dict(remotes))
     try:
-        hosts.connect(_CONNECT_S, lambda text: None)  # this host: the job has no agent here yet
+        hosts.connect(_CONNECT_S, lambda text: None)  # only this host does not have an agent yet
         facts = collect(hosts, QUICK, usage, _PROBES_S)
     finally:
         close_all(agent for host, agent in hosts.agents.items() if host not in remotes)
@@ -81,6 +81,6 @@ def preflight(ready: PreparedJob) -> list[Result]:
         if result.severity == ERROR and result.check in _WARNINGS
         else result
         for result in examine(facts, usage)
-        if result.wrong and result.check != "folder-exists"  # the job will create the directory
+        if result.wrong and result.check != "folder-exists"  # the job will create missing directories
     ]
     return sorted(wrong, key=lambda result: result.severity != ERROR)

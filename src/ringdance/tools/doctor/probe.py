@@ -1,8 +1,8 @@
-"""Collect facts about this host: ``python -m ringdance.tools.doctor.probe``, started by the host's agent.
+"""Collect facts about this host. The host's agent starts ``python -m ringdance.tools.doctor.probe``.
 
-The agent writes one line to standard input: a JSON object with the keys ``probes``, ``usage``, ``seconds``
-and ``environ``. Standard input then stays open, and this process exits when it is closed. The facts are
-written to standard output as JSON after ``MARK``.
+The agent writes a JSON object with the keys ``probes``, ``usage``, ``seconds`` and ``environ`` to standard
+input, on a single line. It keeps standard input open: when standard input is closed, this process exits. The
+process writes ``MARK`` and then the facts as JSON to standard output.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ QUICK = {
     **dict.fromkeys(("machine", "environment", "cpu", "memory", "limits"), "machine"),
     **{name: name for name in ("disk", "python", "mpi", "network", "gpu", "leftovers")},
 }
-"""Fast probes, each with the module that defines its ``NAME_facts``. Each takes a few seconds at most."""
+"""Fast probes and the modules that define their ``NAME_facts``. Each probe takes at most a few seconds."""
 PROBES = {**QUICK, "frameworks": "gpu", "world": "mpi"}
-"""All probes, including the slower ones, which import frameworks in separate processes or start ranks."""
+"""All probes, including slow ones that import frameworks in separate processes or start ranks."""
 
 
 def collect(probes: Iterable[str], usage: Usage, seconds: float) -> dict[str, Any]:
@@ -35,10 +35,10 @@ def collect(probes: Iterable[str], usage: Usage, seconds: float) -> dict[str, An
 
     def run_probe(name: str) -> None:
         try:
-            # Imported here so that a missing dependency of one module does not affect other probes.
+            # Import the module here, so that a missing dependency makes only this probe fail.
             module = importlib.import_module(f"ringdance.tools.doctor.{PROBES[name]}")
             facts[name] = getattr(module, f"{name}_facts")(usage)
-        except Exception as error:  # any kind of error: the machine may be broken
+        except Exception as error:  # if the machine is broken, any kind of exception is possible
             facts[name] = {"failed": f"{type(error).__name__}: {error}"}
 
     threads = {name: threading.Thread(target=run_probe, args=(name,), daemon=True) for name in probes}
@@ -64,7 +64,7 @@ def main() -> None:
     os.environ.update(request.get("environ", {}))
     facts = collect(request["probes"], Usage(**request["usage"]), request["seconds"])
     print(f"\n{MARK}{json.dumps(facts)}", flush=True)
-    # Skip joining threads: one may be blocked in a system call forever, for example on a dead NFS mount.
+    # Exit without joining threads, because one may be blocked forever, for example on a dead NFS mount.
     os._exit(0)
 
 

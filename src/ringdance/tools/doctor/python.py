@@ -1,4 +1,4 @@
-"""Check the interpreter and the installed packages on all hosts. Imports only the standard library."""
+"""Check the Python interpreter and the installed packages. Imports only the standard library."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _SAME_EVERYWHERE = (
 
 
 def python_facts(usage: Usage) -> dict[str, Any]:
-    """Collect the interpreter's version and path, the distributions' versions, and files that shadow them."""
+    """Collect the interpreter's version and path, package versions, and files that shadow other modules."""
     path = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
     return {
         "version": platform.python_version(),
@@ -55,7 +55,7 @@ def _version(name: str) -> str:
 
 
 def _shadows(directories: list[str]) -> list[str]:
-    """Return files in ``directories`` that shadow a library or a module in the standard library."""
+    """Return the files in ``directories`` that shadow an installed library or a standard library module."""
     paths = []
     for directory in dict.fromkeys(map(os.path.realpath, directories)):
         for name in (*_MODULES, *_EASILY_SHADOWED):
@@ -74,7 +74,7 @@ def _is_own(directory: str, name: str) -> bool:
 
 
 def _user_site() -> list[str]:
-    """Return the packages in the user site directory that shadow those in the environment."""
+    """Return the packages in the user site directory that shadow packages in the environment."""
     directory = site.getusersitepackages()
     if not site.ENABLE_USER_SITE:
         return []

@@ -1,4 +1,4 @@
-"""Print the doctor's checks and results as text."""
+"""Print the checks of ``ringdance doctor`` and their results as text."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _console() -> Console:
 
 
 def print_checks() -> None:
-    """Print all checks."""
+    """Print a table of all checks."""
     fields = ("name", "area", "severity", "description")
     table = Table(*fields, box=None, pad_edge=False)
     for check in CHECKS.values():
@@ -40,7 +40,7 @@ def print_text(hosts: Sequence[str], results: Sequence[Result], verbose: bool = 
         if shown:
             console.print(area, style="bold")
         for result in sorted(shown, key=lambda result: list(_STYLES).index(result.severity)):
-            # Name the hosts if the result does not apply to all of them.
+            # Name the hosts unless the result applies to all hosts.
             some = len(hosts) > 1 and len(result.hosts) < len(hosts)
             where = f" [{', '.join(result.hosts)}]" if some else ""
             head = f"  {result.severity:<8}{result.check}{where}: "
@@ -48,7 +48,7 @@ def print_text(hosts: Sequence[str], results: Sequence[Result], verbose: bool = 
                 head + result.text, _WIDTH, subsequent_indent=_INDENT, break_long_words=False,
                 break_on_hyphens=False,
             )  # fmt: skip
-            # Never wrap a fix, because users copy and paste it.
+            # Do not wrap fixes, because users copy and paste them.
             text = Text("\n".join([*lines, f"{_INDENT}fix: {result.fix}"] if result.fix else lines))
             text.stylize(_STYLES[result.severity], 2, 2 + len(result.severity))
             console.print(text, soft_wrap=True)

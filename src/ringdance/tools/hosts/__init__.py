@@ -1,1 +1,1 @@
-"""``ringdance hosts``: copy files to hosts. Other commands also use the sets of hosts defined here."""
+"""``ringdance hosts``: copy files to hosts. Other commands also use this package's ``HostSet``."""

@@ -1,4 +1,4 @@
-"""Connect the destination hosts of a copy into chains, in which each host forwards data to the next."""
+"""Connect a copy's destination hosts into chains, in which each host forwards data to the next host."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from ringdance.tools.hosts.host_set import HostSet
 
 
 def chained(hosts: HostSet, names: Sequence[str], warn: Callable[[str], None]) -> list[list[str]]:
-    """Connect each host to the next. Returns the chains. This machine sends to each chain's first host.
+    """Connect each host to the next one, and return the resulting chains.
 
-    A new chain starts wherever a connection cannot be made.
+    This machine sends data to the first host of each chain. If a host cannot connect to the next one, a new
+    chain starts there.
 
     Args:
-        hosts: Connected hosts.
-        names: Hosts to chain, in order.
-        warn: Called with a message for each connection that cannot be made.
+        hosts: Hosts whose agents are connected.
+        names: Names of the hosts to chain, in this order.
+        warn: Called with a warning for each connection that fails.
     """
     tokens = {host: secrets.token_hex(32) for host in names[1:]}
     ports = hosts.ask(
@@ -27,7 +28,7 @@ def chained(hosts: HostSet, names: Sequence[str], warn: Callable[[str], None]) -
     reachable = addresses({host: hosts.agents[host].facts for host in names})
     broken: dict[str, str] = {host: answer["problem"] for host, answer in ports.items() if answer["problem"]}
     links = list(pairwise(names))
-    # Make every other link first, because a host cannot accept a connection while it is making one.
+    # Establish the links in two passes, because a host cannot accept a connection while it is making one.
     for half in (links[::2], links[1::2]):
         tried = {before: after for before, after in half if after not in broken}
         answers = hosts.ask(
@@ -53,13 +54,13 @@ def chained(hosts: HostSet, names: Sequence[str], warn: Callable[[str], None]) -
 
 
 def addresses(facts: Mapping[str, HostFacts]) -> dict[str, list[str]]:
-    """Return each host's addresses. Addresses on networks that all hosts share come first."""
+    """Return the addresses of each host. Addresses on networks that all hosts share come first."""
     networks = shared_networks(facts)
     by_host = {}
     for host, known in facts.items():
         shared = networks.interfaces.get(host, ())
         ordered = sorted(known.networks, key=lambda network: network[0] not in shared)
-        # The address at which this machine reached the host may not be on any of the known networks (IPv6).
+        # This machine may have reached the host at an address outside the known networks (IPv6).
         all_addresses = [address for _, address, _ in ordered] + [known.reached]
         by_host[host] = list(dict.fromkeys(filter(None, all_addresses))) or ["127.0.0.1"]
     return by_host

@@ -1,10 +1,10 @@
 """Copy files from this machine to several hosts, which forward them to each other in a chain.
 
 This machine sends each byte only once, no matter how many hosts there are. Each host writes the data that it
-receives and forwards it at the same time. Data that a host already has is not sent again. If the predecessor
-of a host in the chain cannot connect to it or loses the connection, this machine sends to the host directly
-and resumes where the transfer stopped. ``host/copy/receive.py`` contains the receiving side and documents the
-messages.
+receives and forwards it at the same time. Data that a host already has is not sent again. If a host's
+predecessor in the chain cannot connect to it or loses the connection, this machine sends to the host directly
+and resumes where the transfer stopped. ``host/copy/receive.py`` implements the receiving side and documents
+the messages.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from ringdance.tools.hosts.progress import CopyProgress
 CHUNK = 1 << 20
 _MAX_UNSENT = 4 << 20  # maximum number of bytes queued for a host
 _RESERVE = 1 << 20  # bytes to leave free on a host's file system
-_LONG_S = 86400.0  # timeout for an answer: a host may first have to read all its files
+_LONG_S = 86400.0  # timeout for an answer: a host may have to read all existing files first
 
 
 @dataclass
 class Outcome:
-    """The result of the copy on one host.
+    """The result of the copy to one host.
 
     Attributes:
-        problem: Reason why the copy to this host was given up, or "" if it was not.
-        bad: Problems with individual files.
+        problem: Reason why the copy to this host was aborted, or "" if it was not aborted.
+        bad: Descriptions of problems with individual files.
         files: Number of files written.
         there: Number of files that were already up to date.
         bytes: Number of bytes written.
@@ -51,7 +51,7 @@ class Outcome:
 
     @property
     def failed(self) -> bool:
-        """True if the copy is incomplete on the host."""
+        """True if the copy on this host is incomplete."""
         return bool(self.problem or self.bad)
 
 
@@ -60,9 +60,9 @@ class _State:
     """The state of a host in the current round.
 
     Attributes:
-        have: Number of bytes that the host already has of each file, or -1 if it has the complete file.
+        have: For each file, the number of bytes that the host already has, or -1 if the file is complete.
         open: Files for which the host has not reported a result yet.
-        done: Total number of bytes that the host has.
+        done: Total number of bytes that the host has received or already had.
         again: True if the host needs another round.
     """
 
@@ -72,18 +72,18 @@ class _State:
     again: bool = False
 
     def needs(self, number: int) -> bool:
-        """Return True if this file must be sent to the host in the current round."""
+        """Return True if file ``number`` must still be sent to the host in the current round."""
         return number in self.open and not self.again
 
 
 class Copy:
-    """A copy operation to several hosts.
+    """A copy of files to one or more hosts.
 
     Args:
-        hosts: Connected hosts.
-        source: Files to copy and their destination.
+        hosts: Hosts to copy to, with connected agents.
+        source: Entries to copy and their destination.
         progress: Displays the progress.
-        direct: If True, this machine sends to each host instead of chaining the hosts.
+        direct: If True, this machine sends to each host directly instead of chaining the hosts.
         checksum: If True, compare files by content instead of by size and modification time.
     """
 
@@ -128,7 +128,7 @@ class Copy:
     def _ask(
         self, do: str, hosts: Sequence[str], payload: bytes = b"", **more: Any
     ) -> dict[str, dict[str, Any]]:
-        """Ask hosts to run one step of the copy. Returns the answers of the hosts that succeeded."""
+        """Ask hosts to carry out one step of the copy. Returns the answers of the hosts that succeeded."""
         message = {"task": "copy", "do": do, **more}
         answers = self._hosts.ask(dict.fromkeys(hosts, message), payload, _LONG_S)
         for host, answer in answers.items():
@@ -138,7 +138,7 @@ class Copy:
     # --- rounds --------------------------------------------------------------------------------
 
     def _prepare(self, hosts: Sequence[str], first: bool) -> None:
-        """Send the list of files and ask the hosts what they already have."""
+        """Send the list of entries to the hosts, and ask how much of each file they already have."""
         source = self._source
         entries = json.dumps([entry[:-1] for entry in source.entries]).encode()
         begun = self._ask("begin", hosts, entries, root=source.root, checksum=self._checksum)
@@ -158,7 +158,7 @@ class Copy:
         self._show()
 
     def _arrange(self) -> None:
-        """Connect the hosts into chains. If this machine is a destination, it is not chained to others."""
+        """Connect the hosts into chains. If this machine is a destination, it is not part of a chain."""
         local = [host for host in self._states if host in self._hosts.shell.local]
         others = [host for host, state in self._states.items() if host not in local and state.open]
         if self._direct or len(others) < 2:
@@ -185,7 +185,7 @@ class Copy:
             self._hosts.send(host, {"task": "copy", "do": "end", "file": file, "digest": digest})
 
     def _send(self, number: int, entry: Entry) -> str:
-        """Send a file's bytes to the first host of each chain. Returns the file's SHA-256.
+        """Send a file's contents to the first host of each chain. Returns the file's SHA-256 checksum.
 
         Raises:
             OSError: The file cannot be read, or it has changed since it was listed.
@@ -227,7 +227,7 @@ class Copy:
         if kind == "got":
             state.done += message["bytes"]
             self.outcomes[host].bytes += message["bytes"]
-        elif kind in ("cut", "lost"):  # cut: lost the previous host; lost: lost the next one
+        elif kind in ("cut", "lost"):  # cut: lost the connection to the previous host; lost: to the next host
             self._cut(host, behind=kind == "lost")
         elif kind == "file" and message["file"] in state.open:
             self._finish_file(host, state, message)
@@ -238,7 +238,7 @@ class Copy:
         if not message["problem"]:
             outcome.files += 1
         elif message["again"] and (host, file) not in self._corrupted:
-            self._corrupted.add((host, file))  # data kept from an earlier copy may be corrupt
+            self._corrupted.add((host, file))  # the data from an earlier copy may be corrupted
             state.again = True
         else:
             outcome.bad.append(f"{self._files[file].path}: {message['problem']}")

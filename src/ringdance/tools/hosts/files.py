@@ -1,4 +1,4 @@
-"""List the entries to copy: a single file, or all contents of a directory."""
+"""List the entries to copy: a single file, or everything in a directory."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Entry(NamedTuple):
     Attributes:
         path: Path relative to the destination, "" for the destination itself.
         kind: "file", "directory" or "link".
-        size: Size in bytes, for a file.
+        size: Size of a file in bytes.
         mode: Permission bits.
         changed: Modification time in nanoseconds since the epoch.
-        text: Target of a link, or SHA-256 of a file if contents are compared.
-        source: Path on this machine.
+        text: Target of a link, or SHA-256 checksum of a file if files are compared by content.
+        source: Path of the entry on this machine.
     """
 
     path: str
@@ -39,7 +39,7 @@ class Source:
     """The entries of a copy and their destination.
 
     Attributes:
-        root: Directory on the hosts to which the entries' paths are relative.
+        root: Destination on the hosts. The paths of the entries are relative to it.
         entries: All entries. A directory precedes its contents.
         skipped: Paths of sockets, pipes and devices, which are not copied.
     """
@@ -50,7 +50,7 @@ class Source:
 
     @property
     def files(self) -> list[Entry]:
-        """The files. Agents number them in this order."""
+        """Entries that are files. Agents number the files in this order."""
         return [entry for entry in self.entries if entry.kind == "file"]
 
     @property
@@ -68,7 +68,7 @@ def collect(source: str, destination: str, checksum: bool = False) -> Source:
     Args:
         source: File or directory on this machine.
         destination: Path on the hosts. A relative path is relative to this process's working directory.
-        checksum: If True, compute SHA-256 sums, so that files are compared by content.
+        checksum: If True, compute SHA-256 checksums, so that files are compared by content.
 
     Raises:
         LaunchError: ``source`` is neither a file nor a directory.
@@ -103,7 +103,7 @@ def _walk(top: str, checksum: bool, skipped: list[str], below: str = "") -> Iter
 
 
 def _file(path: str, source: str, found: os.stat_result, checksum: bool) -> Entry:
-    with open(source, "rb") as file:  # fails before the copy starts if the file is unreadable
+    with open(source, "rb") as file:  # raises OSError before the copy starts if the file is unreadable
         digest = hashlib.file_digest(file, "sha256").hexdigest() if checksum else ""
     mode = stat.S_IMODE(found.st_mode) & 0o777
     return Entry(path, "file", found.st_size, mode, found.st_mtime_ns, digest, source)

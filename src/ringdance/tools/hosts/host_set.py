@@ -1,4 +1,4 @@
-"""The hosts that a command uses, with an agent on each."""
+"""The hosts that a command uses, and the agents on them."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from ringdance.launch.remote.shell import RemoteShell, add_host_options, hosts_o
 _KEEP_ALIVE = ("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=4")
 
 Event = tuple[str, dict[str, Any] | None, bytes]
-"""A host, its agent's message (None if the connection is lost), and the bytes that belong to the message."""
+"""Host name, message from its agent (None if the connection was lost), and payload of the message."""
 
 
 def _print(text: str) -> None:
-    print(f"ringdance: {text}", file=sys.stderr, flush=True)  # several commands use this
+    print(f"ringdance: {text}", file=sys.stderr, flush=True)  # generic: several commands use it
 
 
 @dataclass
 class HostSet:
-    """Hosts with their slots, in the order given, and the agents on them.
+    """Hosts in the order in which they were given, with their slots and agents.
 
     Attributes:
         slots: Number of slots by host name. 0 if not specified.
         shell: Remote shell for reaching the hosts.
         agents: Agents by host name, for the hosts that answered.
-        problems: Reasons why hosts cannot be used, by host name. Includes hosts that were lost later.
+        problems: Reason why a host cannot be used, by host name. Includes hosts that were lost later.
     """
 
     slots: dict[str, int]
@@ -53,14 +53,14 @@ class HostSet:
 
     @property
     def connected(self) -> list[str]:
-        """Names of the hosts that are connected to their agent."""
+        """Names of the hosts whose agent is connected."""
         return [host for host in self.agents if host not in self.problems]
 
     def connect(self, timeout: float, log: Callable[[str], None] = _print) -> None:
-        """Start the missing agents in parallel. Hosts that cannot be used are added to ``problems``.
+        """Start missing agents in parallel. Hosts that cannot be used are added to ``problems``.
 
         Args:
-            timeout: Seconds to wait for a host to answer.
+            timeout: Maximum number of seconds to wait for a host to answer.
             log: Called periodically with a message about the hosts that have not answered yet.
         """
         missing = [host for host in self.names if host not in self.agents]
@@ -74,7 +74,7 @@ class HostSet:
         close_all(self.agents.values())
 
     def send(self, host: str, message: Mapping[str, Any], payload: bytes = b"") -> None:
-        """Queue a message for a host's agent. If the agent is lost, ``step()`` reports it."""
+        """Queue a message for a host's agent. ``step()`` reports it if the connection is lost."""
         if host not in self.problems:
             self.agents[host].frames.send(dict(message), payload)
 
@@ -83,7 +83,7 @@ class HostSet:
         return 0 if host in self.problems else self.agents[host].frames.unsent
 
     def step(self, timeout: float) -> list[Event]:
-        """Send queued data, and return the agents' messages as soon as any arrive.
+        """Send queued data, and wait for messages. Returns the messages as soon as at least one arrives.
 
         Args:
             timeout: Maximum number of seconds to wait for messages.
@@ -119,10 +119,10 @@ class HostSet:
     def ask(
         self, messages: Mapping[str, Mapping[str, Any]], payload: bytes = b"", timeout: float = 60.0
     ) -> dict[str, dict[str, Any]]:
-        """Send a message to each host and wait for the answers. All messages must have the same task.
+        """Send each host its message and wait for the answers. The "task" of all messages must be the same.
 
         Returns:
-            The answers by host. Each contains "problem", which is "" on success.
+            The answers by host. The key "problem" of an answer is "" on success.
         """
         answers: dict[str, dict[str, Any]] = {
             host: {"problem": str(self.problems[host])} for host in messages if host in self.problems
@@ -145,7 +145,7 @@ class HostSet:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options that select the hosts and define how to reach them."""
+    """Add the options that select hosts and specify how to reach them."""
     group = parser.add_argument_group("hosts")
     add_host_options(group)
     text = "seconds within which a host must answer (default %(default)g)"
@@ -153,7 +153,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def host_set(arguments: argparse.Namespace) -> HostSet:
-    """Return the hosts given in the arguments, by default those a scheduler has allocated. Does not connect.
+    """Return the hosts in the arguments. Default: hosts allocated by a scheduler. Does not start agents.
 
     Raises:
         LaunchError: No hosts are given or allocated, or their names cannot be parsed.
@@ -170,7 +170,7 @@ def host_set(arguments: argparse.Namespace) -> HostSet:
 
 
 def of_hosts(hosts: Sequence[tuple[str, int]], shell: RemoteShell) -> HostSet:
-    """Create a set of hosts with their slots. Merges all names of this machine into one host."""
+    """Create a host set from hosts and their slots. All names of this machine are merged into one host."""
     local = local_names(name for name, _ in hosts)
     first = next((name for name, _ in hosts if name in local), "")
     slots = dict(merge((first if name in local else name, count) for name, count in hosts))

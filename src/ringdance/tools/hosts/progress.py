@@ -9,10 +9,10 @@ from rich.console import Console
 
 
 class CopyProgress(progress.Progress):
-    """A progress bar that tracks the slowest host. It is hidden if stderr is not a terminal.
+    """A progress bar for the slowest host. It is hidden if stderr is not a terminal.
 
     Args:
-        total: Number of bytes that a host has once its copy is complete.
+        total: Total size in bytes of the files on a host when its copy is complete.
     """
 
     def __init__(self, total: int) -> None:
@@ -23,16 +23,16 @@ class CopyProgress(progress.Progress):
         self._bar = self.add_task("", total=total)
 
     def show(self, done: Mapping[str, int]) -> None:
-        """Show the slowest host's byte count, and the host's name if it lags behind the others.
+        """Show the progress of the slowest host, and its name if it lags behind the other hosts.
 
         Args:
-            done: Number of bytes that each host has.
+            done: Number of bytes that each host has, by host name.
         """
         if not done:
             return
         slowest = min(done, key=done.__getitem__)
         task = self.tasks[self._bar]
-        if not task.completed:  # do not count bytes from an earlier copy in the speed
+        if not task.completed:  # exclude bytes from an earlier copy from the displayed speed
             self.reset(self._bar, completed=done[slowest])
         self.start()
         behind = max(done.values()) - done[slowest] > (task.total or 0) / 50

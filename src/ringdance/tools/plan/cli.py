@@ -1,4 +1,4 @@
-"""``ringdance plan``: predict speed, duration and cost on other machines before you rent them."""
+"""``ringdance plan``: predict the speed, duration and cost of training on machines before you rent them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ mine.toml has lines such as `cores = 32`. cores and gbits are required. gpus, gp
 the price) are optional. Each plan ends with a list of its assumptions.
 """
 _HOURS = {"h": 1.0, "m": 1 / 60, "min": 1 / 60, "s": 1 / 3600, "d": 24.0}
-_MOST, _FAR = 512, 64  # maximum number of hosts; multiple of the measured ranks above which to warn
+_MOST, _FAR = 512, 64  # maximum number of hosts; warn if ranks exceed this multiple of the measured ranks
 _COLUMNS = {
     "ranks": "ranks", "hosts": "hosts", "samples/s": "samples_per_second", "by rank": "efficiency",
     "by host": "host_efficiency", "step": "step_seconds", "exposed": "exposed_seconds",
@@ -138,7 +138,7 @@ def _plan(given: argparse.Namespace) -> int:
 
 
 def _load(given: argparse.Namespace, on: Instance, options: PlanOptions) -> tuple[Workload, PlanOptions]:
-    """Return the training step, and the options with missing values taken from the model."""
+    """Return the training step, and the options with missing values filled in from the known model."""
     if (given.bench is None) == (given.model is None):
         raise LaunchError("specify what to train: --from bench.json, or --model NAME --images-per-second R")
     rate, known = given.images_per_second, models()
@@ -189,7 +189,7 @@ def _measured(given: argparse.Namespace, on: Instance, options: PlanOptions) -> 
 
 
 def table(rows: Sequence[Row], load: Workload, on: Instance) -> Table:
-    """Return the predictions as a table."""
+    """Return a table of the predictions."""
     known = {
         name: key for name, key in _COLUMNS.items() if any(getattr(row, key) is not None for row in rows)
     }
@@ -221,13 +221,13 @@ def _cell(value: float | str | None) -> str:
 def assumptions(
     load: Workload, on: Instance, options: PlanOptions, rounded: Sequence[tuple[int, Row]] = ()
 ) -> list[str]:
-    """List a plan's assumptions as sentences.
+    """Return sentences that state a plan's assumptions.
 
     Args:
         load: The training step.
         on: The machine type.
         options: Options of the plan.
-        rounded: Requested numbers of ranks that do not fill whole machines, each with the row used instead.
+        rounded: Requested numbers of ranks that do not fill whole machines, with the rows used instead.
     """
     per_host = options.per_host(load, on)
     base = machine(load, on, per_host)
@@ -268,7 +268,7 @@ def assumptions(
 
 
 def _verdict(best: Row | None, tried: Sequence[Row], given: argparse.Namespace) -> str:
-    """Recommend a number of machines, in a sentence."""
+    """Return a sentence that recommends a number of machines."""
     hours = f"{given.deadline:.3g} hour{'s' * (given.deadline != 1)}"
     limit = hours if given.deadline else f"${given.budget:,.2f}"
     if best is not None:

@@ -1,4 +1,4 @@
-"""Model a job's hardware as a discrete-event simulation: hosts, cores, and arrays whose use takes time."""
+"""Discrete-event model of a job's hardware: hosts, cores, and arrays whose use takes simulated time."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class Machine:
         latency: Latency between hosts, in seconds.
         memory_bandwidth: Speed, in bytes/s, at which a rank copies, adds or converts data while the other
             ranks on its host do the same.
-        link_bandwidth: Speed of these operations between GPUs on a host (NVLink), in bytes/s. 0 if exchanges
-            go through host memory.
-        stack_bandwidth: Speed at which a rank's core sends or receives, in bytes/s. A few GB/s for TCP, inf
-            for RDMA.
-        message_seconds: Core time for each message that a rank sends or receives.
-        chunk_seconds: Core time for each collective or synchronization of a chunk that a rank starts.
-        round_seconds: Core time for each round of agreement.
+        link_bandwidth: Speed of the same operations on GPUs that are connected within a host (such as by
+            NVLink), in bytes/s. 0 if exchanges go through host memory.
+        stack_bandwidth: Speed at which a rank's core sends or receives data, in bytes/s: a few GB/s for TCP,
+            inf for RDMA.
+        message_seconds: Core time per message that a rank sends or receives.
+        chunk_seconds: Core time for starting a collective on a chunk, or a synchronization.
+        round_seconds: Core time per negotiation round.
         ranks_per_core: Number of ranks that share a core.
         turn: Seconds that each additional rank on a core adds to a step. Limited to a quarter of the
             computation time per step.
@@ -55,10 +55,10 @@ class Clock:
 
     def __init__(self) -> None:
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
-        self._numbers = itertools.count()  # events at the same time run in the order of their creation
+        self._numbers = itertools.count()  # events with the same time run in creation order
 
     def at(self, time: float, event: Callable[[float], None]) -> None:
-        """Call ``event(time)`` after all earlier events."""
+        """Schedule the call ``event(time)``. Events run in the order of their times."""
         heapq.heappush(self._events, (time, next(self._numbers), event))
 
     def run(self) -> None:
@@ -70,11 +70,11 @@ class Clock:
 
 @dataclass(eq=False)
 class SimulatedHost:
-    """A host's traffic, and the times at which its link becomes free in each direction.
+    """The traffic of a simulated host, and when its network link becomes free in each direction.
 
     Attributes:
-        sent: Bytes sent to other hosts.
-        messages: Messages sent to other hosts.
+        sent: Number of bytes sent to other hosts.
+        messages: Number of messages sent to other hosts.
     """
 
     out_free: float = 0.0
@@ -86,11 +86,11 @@ class SimulatedHost:
 
 @dataclass(eq=False)
 class Core:
-    """Executes a rank's program and keeps track of simulated time.
+    """A simulated core, which executes a rank's program and keeps track of simulated time.
 
     Attributes:
         now: The rank's simulated time in seconds. The core has been busy or waiting up to this time.
-        calls: Name and size in bytes of each collective that was started between hosts.
+        calls: Name and size in bytes of each collective that the rank has started.
     """
 
     machine: Machine
@@ -106,7 +106,7 @@ class Core:
         self.now += seconds * self.machine.ranks_per_core
 
     def move(self, nbytes: int) -> None:
-        """Account for copying, adding or converting ``nbytes``."""
+        """Keep the core busy for the time needed to copy, add or convert ``nbytes``."""
         self.spend(nbytes / (self.machine.link_bandwidth or self.machine.memory_bandwidth))
 
     def messages(self, count: int, nbytes: int) -> float:
@@ -114,7 +114,7 @@ class Core:
         return count * self.machine.message_seconds + nbytes / self.machine.stack_bandwidth
 
     def resume(self, time: float) -> None:
-        """Run the program until it waits for an event. That event calls this method again."""
+        """Run the program until it waits for an event, which will call this method again."""
         if self.program is None:
             return
         self.now = max(self.now, time)
@@ -124,18 +124,18 @@ class Core:
         except StopIteration:
             self.program = None
             return
-        if self.context.achieved != achieved:  # the program only yielded, and can continue immediately
+        if self.context.achieved != achieved:  # the program has made progress and can continue immediately
             self.clock.at(self.now, self.resume)
 
     def until(self, time: float) -> Program:
-        """Sleep until ``time``."""
+        """Wait until simulated time ``time``."""
         self.clock.at(time, self.resume)
         while self.now < time:
             yield
 
 
 class Traced(np.ndarray[Any, Any]):
-    """An array whose contents are never accessed. Operations on it only take time on ``core``."""
+    """An array whose contents are never accessed. Operations on it only take simulated time on ``core``."""
 
     core: Core | None = None
 
@@ -159,21 +159,21 @@ class Traced(np.ndarray[Any, Any]):
         return result
 
     def astype(self, dtype: Any, *_: Any, **__: Any) -> Any:
-        """Return an array with the given dtype."""
+        """Return a traced array with the given dtype. The conversion takes time on ``core``."""
         made = traced(np.empty(self.shape, dtype), self.core)
         made._moved()
         return made
 
 
 def traced(memory: Array, core: Core | None) -> Traced:
-    """Return a view of ``memory`` whose use takes time on ``core``."""
+    """Return a view of ``memory``. Operations on it take time on ``core``."""
     view = memory.view(Traced)
     view.core = core
     return view
 
 
 def trace(part: Any, core: Core) -> None:
-    """Replace all arrays in an exchange, and in the objects it consists of, with traced ones."""
+    """Replace all arrays in an exchange, and in its component objects, with traced arrays."""
     for name, value in list(vars(part).items()):
         if isinstance(value, np.ndarray):
             setattr(part, name, traced(value, core))

@@ -1,4 +1,4 @@
-"""Known models and convergence curves for plans."""
+"""Known models and convergence curves for ``ringdance plan``."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from ringdance.errors import LaunchError
 from ringdance.submit.instances import parsed
 
 _FILE = Path(__file__).with_name("models.toml")
-# The forward pass's share of a step. The backward pass has two multiplications for each one in the forward
-# pass.
+# Share of a step that the forward pass takes. The backward pass needs twice as many multiplications.
 FORWARD = 1 / 3
 
 
@@ -24,7 +23,7 @@ class KnownModel:
     """A model whose gradient sizes are known without a measurement.
 
     Attributes:
-        batch: Samples per rank and step for which rates are published.
+        batch: Samples per rank and step with which published rates were measured.
         samples: Number of samples in the training set commonly used for the model. 0 if no such set exists.
         forward: Share of a step that the forward pass takes.
         tensors: Number of elements and positions of each parameter, in the format of models.toml.
@@ -46,9 +45,9 @@ class KnownModel:
         return [(int(elements), int(place or 0)) for elements, _, place in (w.partition("@") for w in words)]
 
     def gradients(self, step_seconds: float) -> list[tuple[int, float]]:
-        """Return each gradient's size in bytes, and the seconds from the start of the step until it is ready.
+        """Return each gradient's size in bytes, and the time in seconds at which it is ready during the step.
 
-        The time for a layer is assumed to be proportional to its multiplications: elements times positions.
+        A layer's time is assumed to be proportional to its multiplications: elements times positions.
         """
         parameters = self.parameters[::-1]
         ends = list(accumulate(map(prod, parameters)))
@@ -58,17 +57,17 @@ class KnownModel:
 
 @cache
 def models() -> dict[str, KnownModel]:
-    """Return the known models by name."""
+    """Return all known models by name."""
     return {name: KnownModel(name, **row) for name, row in parsed(_FILE)["models"].items()}
 
 
 @dataclass(frozen=True)
 class Curve:
-    """The number of epochs needed to reach an accuracy, by batch size.
+    """A convergence curve: the number of epochs needed to reach an accuracy, by batch size.
 
     Attributes:
         target: Accuracy to reach.
-        what: Description of the accuracy metric and the optimizer.
+        what: Description of the accuracy metric and of the optimizer used.
         points: Batch size and epochs for each reference point, in ascending order.
     """
 
@@ -78,10 +77,10 @@ class Curve:
     points: tuple[tuple[float, float], ...]
 
     def epochs(self, batch: int) -> float | None:
-        """Return the number of epochs for a batch size, or None if it exceeds the largest reference point.
+        """Return the number of epochs for ``batch``, or None if it exceeds the largest reference batch size.
 
-        Between reference points, the number of epochs is interpolated over the logarithm of the batch size.
-        Batches smaller than the smallest reference point need as many epochs as that point.
+        Between reference points, the number of epochs is interpolated over the logarithm of the batch size. A
+        batch size below the smallest reference point needs the same number of epochs as that point.
         """
         batches, epochs = zip(*self.points, strict=True)
         if batch > batches[-1]:

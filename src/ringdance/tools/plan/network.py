@@ -1,4 +1,4 @@
-"""Simulate the network and shared memory as a transport for the engine's exchanges.
+"""A transport for the engine's exchanges that simulates the network and shared memory.
 
 The exchanges in ``ringdance.core`` run unchanged, but they neither send data nor access array elements:
 
@@ -8,7 +8,7 @@ The exchanges in ``ringdance.core`` run unchanged, but they neither send data no
   completed them.
 
 Note [One host for all]
-    All hosts have the same number of ranks. Their plans are therefore the same, and corresponding ranks do
+    All hosts have equally many ranks, so their exchange plans are identical, and corresponding ranks do
     the same work at the same time, so it suffices to execute a single host. A message to a rank on another
     host is delivered to that rank's counterpart on the executed host, in place of the message that the
     sender's counterpart would send there. This is exact, with two exceptions: blocks whose sizes differ by
@@ -31,7 +31,7 @@ from ringdance.core.transport.base import Array, Hierarchy, Identity, Pending, T
 from ringdance.core.transport.window import Window
 from ringdance.tools.plan.machine import Core, SimulatedHost, traced
 
-_TREE_BELOW = 64 << 10  # bytes below which Open MPI's Iallreduce uses a tree
+_TREE_BELOW = 64 << 10  # size in bytes below which Open MPI's Iallreduce uses a tree
 
 
 class SimulatedWindow(Window):
@@ -39,9 +39,9 @@ class SimulatedWindow(Window):
 
     Args:
         core: This rank's core.
-        peers: Windows of all ranks on this host, by local index. The constructor appends this window.
-        members: Number of windows once all ranks have been created.
-        memory: Memory of the size of a buffer. Its contents do not matter.
+        peers: Windows of the ranks on this host, by local index. The constructor appends the new window.
+        members: Length of ``peers`` once all ranks on this host have been created.
+        memory: Memory with the size of an exchange buffer. Its contents do not matter.
     """
 
     def __init__(self, core: Core, peers: list[SimulatedWindow], members: int, memory: Array) -> None:
@@ -66,11 +66,11 @@ class SimulatedWindow(Window):
 
 @dataclass(eq=False)
 class _Collective(Pending):
-    """A collective in progress, as seen by one member.
+    """A collective in progress, from the perspective of one member.
 
     Attributes:
         parts: Number of parts that have not arrived yet.
-        busy: Core time in seconds for receiving the parts.
+        busy: Core time in seconds that receiving the parts takes.
         time: Time at which the last part arrived. Initially, the time at which the collective was started.
     """
 
@@ -94,10 +94,10 @@ class _Collective(Pending):
 
 
 def allreduce_traffic(members: int, rank: int, nbytes: int, in_place: bool) -> tuple[int, int, int, int]:
-    """Return the cost of Open MPI's Iallreduce: bytes and messages sent by this member, path, and rounds.
+    """Return the cost of Open MPI's Iallreduce: bytes and messages sent by ``rank``, path, and rounds.
 
-    The path is the number of bytes that cross links sequentially, from the start to the end of the
-    all-reduce.
+    The path is the number of bytes that have to cross links one after another between the start and the end
+    of the all-reduce.
     """
     if members < 4 or nbytes < _TREE_BELOW or in_place:
         levels = (members - 1).bit_length()
@@ -117,12 +117,12 @@ class Group:
     """A communicator: the hosts of its members, and the collectives in progress on executed members.
 
     Attributes:
-        hosts: Host of each member. One ``SimulatedHost`` may represent all hosts. See Note [One host for
-            all].
+        hosts: Host of each member. All hosts may be represented by the same ``SimulatedHost``. See Note [One
+            host for all].
         numbers: Host number of each member.
-        executed: Transports of the members that are executed, by member.
-        pending: Collectives that have been started, by collective number and member.
-        early: Arrival times of parts that arrived before the member started the collective, by the same keys.
+        executed: Transports of the executed members, by member.
+        pending: Started collectives, by collective number and member.
+        early: Arrival times of parts that arrived before the collective was started. Keys as in ``pending``.
     """
 
     hosts: Sequence[SimulatedHost]
@@ -132,7 +132,7 @@ class Group:
     early: dict[tuple[int, int], list[float]] = field(default_factory=dict)
 
     def arrive(self, number: int, member: int, time: float) -> None:
-        """Deliver a part of a member's ``number``-th collective. The member may not have started it yet."""
+        """Deliver a part of collective ``number`` to a member, which may not have started it yet."""
         if (number, member) in self.pending:
             self.pending[number, member].arrived(time)
         else:
@@ -140,17 +140,17 @@ class Group:
 
 
 class SimulatedTransport(Transport):
-    """The transport of one executed member of a ``Group``. Has only the collectives that all-reduces need.
+    """The transport of one executed member of a ``Group``. Supports only the collectives used by all-reduces.
 
     Args:
         core: This rank's core.
         group: The communicator.
-        rank: Rank in the communicator.
+        rank: Rank of this member in the communicator.
         identities: Identities of all members.
         host_group: Ranks of the members on this host.
 
     Attributes:
-        cross: Group of the ranks with this local index on all hosts, for ``hierarchy``.
+        cross: Group of the ranks with the same local index on all hosts, for ``hierarchy``.
     """
 
     cross: Group | None = None
@@ -173,7 +173,7 @@ class SimulatedTransport(Transport):
         return pending
 
     def _linear(self, name: str, sends: Sequence[int], receives: Sequence[int]) -> Pending:
-        """Send a message to each member and receive one from each. Both arguments list bytes by member."""
+        """Exchange messages with all members. ``sends`` and ``receives`` list the bytes by member."""
         core, group, numbers = self.core, self.group, self.group.numbers
         following = [*range(self.rank + 1, self.size), *range(self.rank)]
         others = [i for i in following if numbers[i] != numbers[self.rank]]
@@ -194,7 +194,7 @@ class SimulatedTransport(Transport):
         return pending
 
     def _leave(self, member: int, nbytes: int, count: int, last: float) -> Callable[[float], None]:
-        """Return the event that starts sending ``count`` messages. The last one is available at ``last``."""
+        """Return the event that starts sending ``count`` messages, the last of which is ready at ``last``."""
         number, source, target = self._number, self.core.host, self.group.hosts[member]
         machine, seconds = self.core.machine, nbytes / self.core.machine.bandwidth
 
@@ -224,7 +224,7 @@ class SimulatedTransport(Transport):
         return pending
 
     def _reduce(self, number: int, time: float, nbytes: int, in_place: bool) -> None:
-        """Simulate the traffic of MPI's all-reduce on all members, which complete at the same time."""
+        """Simulate the traffic of MPI's all-reduce, which completes on all members at the same time."""
         machine, numbers, end, busy = self.core.machine, self.group.numbers, time, 0.0
         for member, transport in self.group.executed.items():
             host = transport.core.host

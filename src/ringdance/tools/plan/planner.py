@@ -18,30 +18,31 @@ from ringdance.tools.plan.simulator import Machine, expected_largest, simulate
 from ringdance.tools.report.metrics import read_run
 
 RANK_SPREAD, HOST_SPREAD = 0.04, 0.1
-"""Standard deviations of step times on GPUs, as shares of a step, fitted to published runs.
+"""Standard deviations of step times on GPUs, as shares of the step time. Fitted to published runs.
 
 See docs/howto/troubleshooting/plan.md.
 
-The first applies to each rank independently: its kernels and the program that launches them. The second
-applies to a host: its ranks deviate together, because they share the disk, cores and memory that read input.
-A single host does not wait for others, and runs on synthetic input do not have this deviation.
+``RANK_SPREAD`` applies to each rank independently. It is caused by kernels and the program that launches
+them. ``HOST_SPREAD`` applies to a host as a whole: its ranks deviate together, because they share the disk,
+cores and memory used for reading input. A single host does not wait for other hosts, and runs on synthetic
+input do not have this deviation.
 """
 TCP_SHARE = 0.94
-"""Share of a network's bandwidth that Ethernet, IP and TCP headers leave, with packets of 1,500 bytes."""
+"""Share of the network bandwidth that remains after Ethernet, IP and TCP headers (1,500-byte packets)."""
 NCCL_SHARE = 0.8
-"""Share of a network's bandwidth that NCCL's all-reduce reaches; fitted, see the page about ``plan``."""
+"""Share of the network bandwidth that NCCL's all-reduce reaches. Fitted, see the page about ``plan``."""
 NCCL_ROUND = 1e-3
-"""Seconds per round of agreement between ranks with GPUs."""
+"""Seconds per negotiation round between ranks with GPUs."""
 PCI_EXPRESS = 10.0
-"""GB/s between the GPUs of a machine without NVLink."""
+"""Bandwidth in GB/s between the GPUs of a machine without NVLink."""
 _LONGEST = 1e6  # seconds per step
-_PARTS = 24  # number of gradients assumed for a run, because metrics do not include it
-_MOST_WAITING = 0.99  # share of a step; samples taken in the middle of a step may show nothing but waiting
+_PARTS = 24  # assumed number of gradients, because the metrics of a run do not include it
+_MOST_WAITING = 0.99  # share of a step; samples taken during a step may show only waiting
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A training step, as measured or published.
+    """The measured or published properties of a training step.
 
     Attributes:
         model: Name of the model.
@@ -71,23 +72,23 @@ class Workload:
         return sum(size for size, _ in self.gradients)
 
     def slower(self, factor: float) -> Workload:
-        """Return a copy of this step that takes ``factor`` times as long, including its gradients."""
+        """Return a copy of this step in which the step and its gradients take ``factor`` times as long."""
         gradients = tuple((size, ready * factor) for size, ready in self.gradients)
         return replace(self, compute=self.compute * factor, gradients=gradients, spread=self.spread * factor)
 
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """A plan's assumptions, except for the step and the machine.
+    """A plan's assumptions about anything except the training step and the machine type.
 
     Attributes:
-        ranks_per_host: Ranks per host. 0 means one per GPU, or as many as the cores allow.
+        ranks_per_host: Ranks per host. 0 means one rank per GPU, or as many ranks as the cores allow.
         wire: Data type in which gradients are sent.
-        samples: Samples per epoch. 0 if not known.
+        samples: Samples per epoch. 0 if unknown.
         epochs: Number of epochs to train. 0 means that the curve determines it.
-        curve: Number of epochs needed, by batch size.
-        host_spread: Standard deviation of a host's step time, as a share of the step. All ranks on a host
-            deviate together.
+        curve: Convergence curve that determines the number of epochs. None if ``epochs`` applies.
+        host_spread: Standard deviation of a host's step time, as a share of the step time. All ranks on a
+            host deviate together.
     """
 
     ranks_per_host: int = 0
@@ -98,7 +99,7 @@ class PlanOptions:
     host_spread: float = 0.0
 
     def per_host(self, load: Workload, on: Instance) -> int:
-        """Return the number of ranks per machine. Raises LaunchError if it exceeds the number of GPUs."""
+        """Return the number of ranks per machine. Raises LaunchError if this exceeds the number of GPUs."""
         if not load.cores and 0 < on.gpus < self.ranks_per_host:
             raise LaunchError(
                 f"--ranks-per-host {self.ranks_per_host}: {on.name} has {on.gpus} GPUs, and each rank needs "
@@ -109,11 +110,11 @@ class PlanOptions:
 
 @dataclass(frozen=True)
 class Row:
-    """A prediction. Costs are in dollars. None means not known.
+    """The prediction for one number of ranks. Costs are in dollars. None means unknown.
 
     Attributes:
-        efficiency: Speed per rank, relative to a single rank.
-        host_efficiency: Speed per rank, relative to one full host.
+        efficiency: Speed per rank, relative to the speed of a single rank.
+        host_efficiency: Speed per rank, relative to the speed per rank on one full host.
     """
 
     ranks: int
@@ -133,7 +134,7 @@ class Row:
 def from_model(
     model: KnownModel, rate: float, batch: int, on: Instance, options: PlanOptions, of: int = 1
 ) -> Workload:
-    """Derive a known model's step from a published rate.
+    """Derive the training step of a known model from a published rate.
 
     Args:
         model: Model to train.
@@ -141,7 +142,7 @@ def from_model(
         batch: Samples per rank and step.
         on: Machine type.
         options: Options of the plan. Only the ranks per host and the data type on the wire are used.
-        of: Number of ranks that reached this rate.
+        of: Number of ranks with which the rate was reached.
     """
     seconds = batch * of / rate
     source = f"{model.name}: {rate:,.5g} samples/s on {of} rank{'s' * (of > 1)}, batch {batch}, as specified."
@@ -152,7 +153,7 @@ def from_model(
 
 
 def reached(load: Workload, seconds: float, on: Instance, options: PlanOptions) -> Workload:
-    """Scale a step so that the predicted time for its ranks is ``seconds``.
+    """Scale a training step so that its predicted duration on ``load.ranks`` ranks is ``seconds``.
 
     ``seconds`` includes exchanges and the time that ranks wait for each other. The returned step includes
     neither.
@@ -177,10 +178,11 @@ def reached(load: Workload, seconds: float, on: Instance, options: PlanOptions) 
 
 
 def from_bench(path: Path) -> Workload:
-    """Read the step time without exchanges that ``ringdance bench train`` measured on a fully used host.
+    """Read a training step, without exchanges, from the measurements of ``ringdance bench train``.
 
-    A single rank on a host computes faster than ranks that share memory, caches and power with others. This
-    therefore uses the measurement with the most ranks per host that still had enough cores.
+    A single rank on a host computes faster than ranks that share memory, caches and power with others.
+    Therefore, this function uses the measurement with the most ranks per host for which there were enough
+    cores.
 
     Raises:
         LaunchError: The file was not written by ``ringdance bench train``, or lacks values that a plan needs.
@@ -217,13 +219,13 @@ def from_bench(path: Path) -> Workload:
 
 
 def from_run(directory: Path, batch: int) -> Workload:
-    """Derive a run's step from the metrics written by ``ringdance run --output-filename``.
+    """Derive the training step from the metrics that ``ringdance run --output-filename`` wrote.
 
     Metrics include only the total size of the gradients. The gradients are assumed to have equal sizes and to
     become ready at regular intervals over the last two thirds of the step.
 
     Args:
-        directory: Directory with the run's metrics.
+        directory: Directory that contains the metrics of the run.
         batch: Samples per rank and step.
 
     Raises:
@@ -249,14 +251,14 @@ def from_run(directory: Path, batch: int) -> Workload:
 
 
 def _preference(row: dict[str, Any]) -> tuple[bool, int, int]:
-    """Return the sort key by which ``from_bench`` chooses a measurement."""
+    """Return the key by which ``from_bench`` chooses a measurement. The smallest key is preferred."""
     ranks, threads = typed(row, "ranks", int), row.get("threads") or 1
     each = row.get("ranks_per_host") or ranks
     return not row.get("gpus") and each * threads > typed(row, "cores", int), -each, ranks
 
 
 def machine(load: Workload, on: Instance, per_host: int) -> Machine:
-    """Return the simulated machine for the exchanges in a step.
+    """Return the simulated machine on which the exchanges of a training step run.
 
     Args:
         load: The training step.
@@ -274,9 +276,9 @@ def machine(load: Workload, on: Instance, per_host: int) -> Machine:
 
 
 def predict(load: Workload, on: Instance, ranks: int, options: PlanOptions) -> Row:
-    """Predict a training run on ``ranks`` ranks. If they do not fill one machine, it is only partly used.
+    """Predict a training run on ``ranks`` ranks, rounded up to whole machines if one is not enough.
 
-    All ranks wait for the slowest one, so the step is simulated at the slowest rank's pace.
+    All ranks wait for the slowest rank, so the step is simulated at the pace of the slowest rank.
     """
     per_host = min(ranks, options.per_host(load, on))
     hosts = -(-ranks // per_host)
@@ -285,7 +287,7 @@ def predict(load: Workload, on: Instance, ranks: int, options: PlanOptions) -> R
     skew = load.spread * expected_largest(size) + options.host_spread * load.compute * expected_largest(hosts)
     busy = max(1.0, load.cores * per_host / on.cores)  # ranks share the cores
     slow = load.slower((load.compute + skew) / load.compute * busy)
-    if load.cores and load.cores * per_host >= on.cores:  # no idle core: exchanges follow the backward pass
+    if load.cores and load.cores * per_host >= on.cores:  # all cores busy: exchanges follow the backward pass
         slow = replace(slow, gradients=tuple((size, slow.compute) for size, _ in slow.gradients))
     step = simulate(base, hosts, per_host, slow.gradients, slow.compute, wire_dtype=options.wire)
     batch, seconds = load.batch * size, step.seconds
@@ -309,7 +311,7 @@ def choose(
         budget: Budget in dollars.
 
     Returns:
-        The best prediction, or None, and all predictions by number of hosts.
+        The best prediction (None if nothing meets the limit), and all predictions by number of hosts.
     """
     rows: dict[int, Row] = {}
 
@@ -327,7 +329,7 @@ def choose(
     good = list(islice(fitting, 1) if deadline else fitting)
     if not good:
         return None, rows
-    if deadline:  # more hosts cost more, so use as few as possible
+    if deadline:  # use as few hosts as possible, because more hosts cost more
         high, low = good[0], max((hosts for hosts in grid if hosts < good[0]), default=good[0])
     else:
         high, low = good[-1], min((hosts for hosts in grid if hosts > good[-1]), default=good[-1])

@@ -1,10 +1,10 @@
 """Predict the duration of a training step by running the engine's own code on simulated hosts.
 
-``simulate`` runs the same operations as the engine in a step, but on a simulated clock instead of a network.
+``simulate`` performs the same operations as the engine during a step, but with a simulated clock and network.
 Gradients become ready while the rank computes, negotiation rounds start, requests are grouped into batches,
-and batches are exchanged. All of this uses the functions in ``ringdance.core``, so predictions reflect
-changes to the engine. The simulation ignores packet loss, congestion in the network's core (only the ranks on
-a host share a link), and the fact that MPI only makes progress while one of its functions is called.
+and batches are exchanged. Because this uses the functions in ``ringdance.core``, predictions reflect changes
+to the engine. The simulation ignores packet loss, congestion in the network core (only ranks on the same
+host share a link), and the fact that MPI only makes progress while one of its functions is being called.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = ["Gradients", "Machine", "Step", "expected_largest", "simulate"]
 
 _MOST_RANKS = 1_000_000
 Gradients = Sequence[tuple[int, float]]
-"""For each gradient: bytes as float32, and seconds from the start of the step until it is computed."""
+"""For each gradient: size in bytes as float32, and seconds from the start of the step until it is ready."""
 
 
 @dataclass(frozen=True)
@@ -45,12 +45,12 @@ class Step:
 
     Attributes:
         seconds: Duration of the whole step.
-        exposed_seconds: Part of the step that follows the computation.
+        exposed_seconds: Time from the end of the computation to the end of the step.
         compute_seconds: Duration of the computation on a single rank.
-        sent_bytes: Bytes sent to other hosts by the host that sends the most.
-        messages: Messages that this host sends to other hosts.
+        sent_bytes: Number of bytes that the host with the most traffic sends to other hosts.
+        messages: Number of messages that the same host sends to other hosts.
         rounds: Number of negotiation rounds.
-        calls: Name and size in bytes of each collective between hosts in which rank 0 takes part.
+        calls: Name and size in bytes of each collective that rank 0 starts.
     """
 
     seconds: float
@@ -63,12 +63,12 @@ class Step:
 
     @property
     def efficiency(self) -> float:
-        """Speed per rank, relative to a single rank."""
+        """Speed per rank, relative to the speed of a single rank."""
         return self.compute_seconds / self.seconds
 
 
 def expected_largest(count: int) -> float:
-    """Return the expected maximum of ``count`` standard normal values (Blom's approximation)."""
+    """Return the expected maximum of ``count`` standard normal samples (Blom's approximation)."""
     return NormalDist().inv_cdf((count - 0.375) / (count + 0.25)) if count > 1 else 0.0
 
 
@@ -79,22 +79,22 @@ def simulate(
     """Predict one step.
 
     Args:
-        machine: Hosts and links.
+        machine: Hardware of the hosts.
         hosts: Number of hosts.
-        ranks_per_host: Ranks on each host.
+        ranks_per_host: Number of ranks on each host.
         gradients: Gradients in any order. Requests are batched in the order in which gradients become ready.
-        compute_seconds: Duration of forward pass, backward pass and update on a single rank.
-        wire_dtype: Data type in which gradients are sent. 16-bit types halve the number of bytes.
+        compute_seconds: Duration of the forward pass, backward pass and parameter update on a single rank.
+        wire_dtype: Data type in which gradients are sent. 16-bit types halve the number of bytes sent.
         settings: Engine settings. Uses fusion_threshold, cycle_time (ms), chunk_bytes, small_bytes and
             deterministic. Defaults to ``Settings()``.
         all_hosts: If True, execute all hosts instead of only one. See Note [One host for all].
     """
     size = hosts * ranks_per_host
-    if size > _MOST_RANKS:  # more ranks would exhaust the memory
+    if size > _MOST_RANKS:  # more ranks would use too much memory
         raise LaunchError(f"{size:,} ranks: up to {_MOST_RANKS:,} can be simulated")
     gradients = sorted(gradients, key=itemgetter(1))
     job = _Job(machine, gradients, compute_seconds, wire_dtype, settings or Settings())
-    turn = min(machine.turn, compute_seconds / 4)  # short steps end within a scheduler time slice
+    turn = min(machine.turn, compute_seconds / 4)  # a short step ends within a scheduler time slice
     late = turn * max(0.0, machine.ranks_per_core - 1)
     if size == 1 or not gradients:
         return Step(compute_seconds + late, late, compute_seconds, 0, 0, 0, ())
@@ -119,7 +119,7 @@ class _Job:
 
     Attributes:
         agreed: For each round, the number of gradients that were ready when the first rank entered it.
-        memory: Memory behind all arrays. It is never accessed.
+        memory: Memory shared by all arrays. Its contents are never accessed.
     """
 
     machine: Machine
@@ -137,7 +137,7 @@ class _Job:
         self.memory = np.empty(max(longest, buffer_bytes(self.settings)), np.uint8)
 
     def start(self, hosts: int, ranks_per_host: int, all_hosts: bool) -> list[Core]:
-        """Create the executed ranks and their programs."""
+        """Create the executed ranks with their programs. Returns the core of each rank."""
         clock, executed = Clock(), hosts if all_hosts else 1
         numbers = [host for host in range(hosts) for _ in range(ranks_per_host)]
         identities = tuple(Identity(rank, f"host{host}", 0) for rank, host in enumerate(numbers))
@@ -160,7 +160,7 @@ class _Job:
         return cores
 
     def _program(self, core: Core, transport: SimulatedTransport) -> Program:
-        """Simulate the engine of one rank during a step."""
+        """Run one rank's simulated engine for a step."""
         settings, size = self.settings, transport.size
         exchange = exchange_for(
             transport, settings.chunk_bytes, settings.small_bytes, core.context, settings.deterministic
@@ -191,7 +191,7 @@ class _Job:
                 since = max(core.now, self.ready[done])
 
     def _due(self, since: float) -> float:
-        """Return when a round starts: when the engine is due to start it, or when the computation ends."""
+        """Return when the next negotiation round starts: when due, or earlier if the computation ends."""
         cycle = self.settings.cycle_time * 1e-3
         due = since + cycle
         for ready in self.ready:
@@ -200,7 +200,7 @@ class _Job:
         return min(due, self.compute)
 
     def _request(self, number: int, core: Core, dtype: np.dtype[Any]) -> Request:
-        """Return the request for a gradient. All requests share the same memory."""
+        """Return the request for gradient ``number``. All requests share the same memory."""
         description = self.descriptions[number]
         count = description.shapes[0][0]
         view: Array = traced(self.memory[: count * dtype.itemsize].view(dtype), core)

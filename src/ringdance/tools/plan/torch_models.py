@@ -1,4 +1,4 @@
-"""PyTorch models for ``ringdance bench train``. Models that no common package provides are defined here."""
+"""PyTorch models for ``ringdance bench train``. Defines models that common packages do not provide."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ FIELDS, TABLE, WORDS = 39, 100_000, 30_522
 
 
 def recipe(name: str) -> Any:
-    """Import a recipe's train_torch.py, unchanged. The script needs the files next to it."""
+    """Import train_torch.py from a recipe. Makes the other files of the recipe importable, too."""
     package = importlib.import_module(f"ringdance.recipes.{name}")
     sys.path.insert(0, str(Path(str(package.__file__)).parent))
     return importlib.import_module("train_torch")
 
 
 def mlp() -> nn.Module:
-    """Build a 784-512-512-10 perceptron with 0.67 M parameters."""
+    """Build a multilayer perceptron with layer sizes 784-512-512-10 (0.67 M parameters)."""
     return nn.Sequential(
         nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10)
     )  # fmt: skip
 
 
 def convnet(size: int) -> nn.Module:
-    """Build a network of three convolutions and two dense layers (8.5 M parameters for 32-pixel images)."""
+    """Build a network with three convolutions and two dense layers (8.5 M parameters for 32-pixel images)."""
     return nn.Sequential(
         nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
         nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(),
@@ -54,7 +54,7 @@ def vgg16() -> nn.Module:
 
 
 class DeepFM(nn.Module):
-    """The DeepFM recipe's layers, after an embedding table of 100,000 rows with sparse gradients."""
+    """The layers of the DeepFM recipe after an embedding table with 100,000 rows and sparse gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class Bert(nn.Module):
 
 
 def build(name: str, size: int) -> nn.Module:
-    """Build a model. ``size`` is the image size in pixels, or the sequence length."""
+    """Build the model ``name``. ``size`` is the image size in pixels, or the sequence length."""
     if name == "resnet50":
         return recipe("resnet50").resnet50(1000, 64)
     makes: dict[str, Any] = {"mlp": mlp, "vgg16": vgg16, "deepfm": DeepFM}

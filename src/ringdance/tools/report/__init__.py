@@ -1,1 +1,1 @@
-"""Read a job's timelines and metrics, summarize them, and find what limits the job."""
+"""Read and summarize a job's timelines and metrics, and determine what limits the job."""

@@ -8,7 +8,7 @@ from statistics import fmean
 from ringdance.core.reports import judging
 from ringdance.tools.report.metrics import Rank, RunMetrics
 
-_FEW = 10  # steps
+_FEW = 10  # number of steps below which a longer run is recommended
 
 
 @dataclass(frozen=True)
@@ -16,9 +16,9 @@ class Limit:
     """What limits a training run.
 
     Attributes:
-        bound: Name of the limit.
+        bound: Short name of the limit.
         sentence: Sentence that describes the limit.
-        next_step: What to try next.
+        next_step: Sentence that says what to try next.
         evidence: Further measurements that support the sentence.
     """
 
@@ -31,14 +31,14 @@ class Limit:
 def judge(run: RunMetrics, uneven: float = 0.0) -> Limit:
     """Determine what limits a run.
 
-    The time that the slowest rank waits counts as communication. Any additional time that the other ranks
-    wait counts as skew. The remaining time is computation or waiting for input.
+    The time for which the slowest rank waits counts as communication. Any additional waiting time of the
+    other ranks counts as skew. The remaining time is computation or waiting for input.
 
     Args:
         run: Metrics of the run.
-        uneven: Share of the time that every rank spends waiting for others to submit requests, taken from the
-            timeline. A different rank is late each time, so metrics alone would count this time as
-            communication.
+        uneven: Share of the time that every rank spends waiting for others to submit requests, according to
+            the timeline. Because a different rank is late each time, metrics alone would count this time
+            as communication.
     """
     communication, skew = max(0.0, run.waiting.communication - uneven), run.waiting.skew
     own = 1 - fmean([rank.exposed for rank in run.ranks])
@@ -64,12 +64,12 @@ def judge(run: RunMetrics, uneven: float = 0.0) -> Limit:
         return _skew(run, evidence)
     if run.size > 1 and communication >= judging.WORTH:
         return _communication(run, communication, evidence)
-    # Ranks that use so few cores must be waiting. On a busy host, they may be waiting for the cores.
+    # Ranks that use fewer cores than this must be waiting. On a busy host, they may be waiting for cores.
     enough = judging.NO_CORES if run.in_use() > judging.BUSY else judging.IDLE_CORES
     idle = cores / max(own, judging.LEAST) < enough
     if run.gpu < judging.IDLE_GPU * own if run.gpu is not None else idle:
         also = again = ""
-        if taken >= judging.TAKEN:  # ranks that wait for a core also look idle
+        if taken >= judging.TAKEN:  # ranks that wait for a core also seem idle
             also = f" Or they wait for cores: other programs use {taken:.0%} of the cores of {host}."
             again = "Run it again without these programs. If the ranks still barely compute: "
         return Limit(
@@ -82,7 +82,7 @@ def judge(run: RunMetrics, uneven: float = 0.0) -> Limit:
 
 
 def _evidence(run: RunMetrics, communication: float, uneven: float, own: float) -> list[str]:
-    """Return sentences that break down the time of a step."""
+    """Return sentences that break down how the time in a step is spent."""
     step = 1e3 / run.steps_per_second
     cores = fmean([rank.cores for rank in run.ranks])
     of_gpu = f", and its GPU is in use {run.gpu:.0%} of the time." if run.gpu is not None else "."

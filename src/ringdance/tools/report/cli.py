@@ -63,10 +63,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def trace_of(run: RunMetrics, file: Path | None) -> list[RankTimes]:
-    """Return a run's timeline, from its directory or from ``file``. Empty if no timeline matches the run.
+    """Return a run's timeline from ``file``, or if None, from the run's directory. Empty if there is none.
 
     Raises:
-        LaunchError: The file belongs to another run.
+        LaunchError: ``file`` contains the timeline of another run.
     """
     processes = {(rank.rank, rank.host, rank.rows[0]["pid"]) for rank in run.ranks}
     for path in [file] if file else [path for name in _TIMELINES for path in run.directory.glob(name)]:
@@ -79,7 +79,7 @@ def trace_of(run: RunMetrics, file: Path | None) -> list[RankTimes]:
 
 
 def uneven_share(trace: Sequence[RankTimes]) -> float:
-    """Return the share of the time that every rank spends waiting for others to submit their requests."""
+    """Return the share of the time that every rank spends waiting for other ranks to submit requests."""
     return min((float(rank.parts["negotiate"].sum() / rank.steps.sum()) for rank in trace), default=0.0)
 
 

@@ -27,16 +27,16 @@ _FIELDS = {
 
 @dataclass
 class Rank:
-    """The metrics of one rank.
+    """The metrics of one rank in a run.
 
     Attributes:
-        rows: Samples in chronological order.
-        steps: Number of steps measured, from the first sample that follows a step to the last sample.
-        step_seconds: Mean seconds per step.
-        exposed: Share of the time in which training waited for exchanges.
-        training: Samples from the first step, which is not measured, up to the last step.
-        cores: Mean number of cores used by the process and its children.
-        gpu: Mean GPU utilization in percent. None without a GPU.
+        rows: Samples of the metrics in chronological order.
+        steps: Number of measured steps. The first step, which may include compilation, is usually excluded.
+        step_seconds: Mean duration of a step in seconds.
+        exposed: Share of the time that training spends waiting for exchanges.
+        training: Samples that were taken during the measured steps.
+        cores: Mean number of cores used by the rank's process and its children.
+        gpu: Mean GPU utilization in percent, or None without a GPU.
     """
 
     rank: int
@@ -51,12 +51,12 @@ class Rank:
 
     @classmethod
     def of(cls, rows: list[Row]) -> Rank | None:
-        """Return the metrics of the rank that wrote these samples. None if no step was measured."""
-        # End at the first sample that includes all steps, because saving and evaluation may follow.
+        """Compute a rank's metrics from its samples. Returns None if no step was measured."""
+        # End at the first sample that includes all steps, because saving and evaluation may follow the steps.
         last = next(row for row in rows if row["steps"] == rows[-1]["steps"])
         stepped = [row for row in rows if row["steps"] and row["steps"] < last["steps"]]
-        # Start after the first step, which often includes compilation. A short run may not have any sample
-        # after it.
+        # Start after the first step, which often includes compilation. A short run may not have any samples
+        # between the first step and the last.
         first = stepped[0] if stepped else rows[0]
         steps = last["steps"] - first["steps"]
         seconds = last.get("last_step_time", 0) - first.get("last_step_time", first["time"])
@@ -72,7 +72,7 @@ class Rank:
         )  # fmt: skip
 
     def rates(self) -> list[tuple[float, float]]:
-        """Return pairs of Unix time and steps per second. Merges short intervals, such as the last one."""
+        """Return pairs of Unix time and steps per second. Merges short intervals, such as the last."""
         points = [(float(row.get("last_step_time") or row["time"]), row["steps"]) for row in self.rows]
         lengths = [b - a for (a, _), (b, _) in itertools.pairwise(points) if b > a]
         chosen = points[:1]
@@ -89,8 +89,7 @@ class RunMetrics:
 
     Attributes:
         seconds: Seconds between the first and the last sample.
-        steps_per_second: Steps per second. Every step involves all ranks, so rates are not added up over
-            ranks.
+        steps_per_second: Steps per second. Not a sum over ranks, because every step involves all ranks.
     """
 
     directory: Path
@@ -115,7 +114,7 @@ class RunMetrics:
 
     @property
     def waiting(self) -> Waiting:
-        """How the ranks wait for exchanges and for each other."""
+        """How long the ranks wait for exchanges and for each other."""
         return waiting([rank.exposed for rank in self.ranks])
 
     @property
@@ -124,12 +123,12 @@ class RunMetrics:
 
     @property
     def gpu(self) -> float | None:
-        """Mean utilization of the ranks' GPUs, 0 to 1, or None without GPUs."""
+        """Mean utilization of the ranks' GPUs, from 0 to 1, or None without GPUs."""
         uses = [rank.gpu for rank in self.ranks if rank.gpu is not None]
         return fmean(uses) / 100 if uses else None
 
     def in_use(self, host: str = "") -> float:
-        """Return the share of a host's usable cores that is busy, 0 to 1. Defaults to the busiest host."""
+        """Return the share of a host's usable cores that is busy, from 0 to 1. Default: the busiest host."""
         return max(self.mean("host_cpu_percent", name) for name in ([host] if host else self.hosts)) / 100
 
     def taken(self, host: str) -> float:
@@ -139,13 +138,13 @@ class RunMetrics:
         return self.in_use(host) - used / cores if cores else 0.0
 
     def mean(self, key: str, host: str = "") -> float:
-        """Return the mean of a gauge over the training samples from one host, or from all hosts."""
+        """Return the mean of the gauge ``key`` in the training samples of ``host``. Default: all hosts."""
         rows = [row for rank in self.ranks if host in ("", rank.host) for row in rank.training if key in row]
         return fmean([row[key] for row in rows]) if rows else 0.0
 
 
 def _read(file: Path) -> Iterator[Row]:
-    """Yield the samples in a file. Reports truncated lines, which a full disk can cause, on stderr."""
+    """Yield the samples in a file. Skips truncated lines, which a full disk can cause, with a warning."""
     for number, line in enumerate(read_regular(file).splitlines(), 1):
         try:
             row = json.loads(line)
@@ -164,12 +163,12 @@ def _read(file: Path) -> Iterator[Row]:
 
 
 def read_run(directory: Path) -> RunMetrics:
-    """Read a run's metrics. Raises LaunchError if there are none, or no steps."""
+    """Read a run's metrics. Raises LaunchError if metrics are missing, or if no step was measured."""
     files = sorted(directory.glob("metrics-*.jsonl"))
     if not files:
         what = "has no metrics-*.jsonl" if directory.is_dir() else "is not a directory"
         advice = "start the job with `ringdance run --output-filename DIR`"
-        if any(directory.glob("rank.*")):  # created by a job that was started this way
+        if any(directory.glob("rank.*")):  # the job was started with this option
             advice = "its ranks have not called hvd.init(), or ended during the call"
             outputs = [read_regular(path).strip() for path in sorted(directory.glob("rank.*/stderr"))]
             if end := next((text.splitlines()[-1] for text in outputs if text), ""):
@@ -177,11 +176,11 @@ def read_run(directory: Path) -> RunMetrics:
         raise LaunchError(f"{directory} {what}: {advice}")
     rows = sorted((row for file in files for row in _read(file)), key=itemgetter("time"))
     processes: dict[tuple[int, str, int], list[Row]] = defaultdict(list)
-    last: dict[int, list[Row]] = {}  # rows of a rank's last process, perhaps on a new host after a restart
+    last: dict[int, list[Row]] = {}  # samples from the last process of each rank
     for row in rows:
         last[row["rank"]] = own = processes[row["rank"], row["host"], row["pid"]]
         own.append(row)
-    # The directory may contain files for other ranks, from hosts that have left or from an earlier run.
+    # Skip files of other ranks, which hosts that have left or an earlier run may have written.
     known = sorted(rank for rank in last if rank < rows[-1]["size"])
     ranks = [measured for rank in known if (measured := Rank.of(last[rank]))]
     if not ranks:

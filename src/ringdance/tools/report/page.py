@@ -1,4 +1,4 @@
-"""Write the page for ``ringdance report``: a self-contained HTML file."""
+"""Create the page for ``ringdance report``, a self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ringdance.tools.report.summary import RankTimes, rank_row
 from ringdance.tools.report.timeline import milliseconds, rank_table
 
 _STEP = ("between exchanges", "waits for slower ranks", "exchanges")
-_LINES = 4  # maximum number of lines in a plot
+_LINES = 4  # maximum number of lines per plot
 
 
 def page(runs: Sequence[RunMetrics], limit: Limit, trace: Sequence[RankTimes], batch: int) -> str:
@@ -25,8 +25,8 @@ def page(runs: Sequence[RunMetrics], limit: Limit, trace: Sequence[RankTimes], b
     Args:
         runs: Runs to compare. The page describes the last one.
         limit: What limits the last run.
-        trace: Timeline of the last run. May be empty.
-        batch: Samples per rank and step. 0 if not known.
+        trace: Timelines of the ranks in the last run. May be empty.
+        batch: Samples per rank and step. 0 if unknown.
     """
     run = runs[-1]
     speed = speed_of(run, batch)
@@ -57,7 +57,7 @@ def page(runs: Sequence[RunMetrics], limit: Limit, trace: Sequence[RankTimes], b
 
 
 def speed_of(run: RunMetrics, batch: int) -> str:
-    """Describe a run's speed. If the batch size is not known, explain how to get the speed in samples."""
+    """Describe a run's speed. If ``batch`` is 0, explain how to get the speed in samples per second."""
     samples = f"{run.steps_per_second * run.size * batch:,.4g} samples/s of all ranks"
     hint = "for samples/s, pass `--batch-size N`, the samples per rank and step"
     return f"{run.steps_per_second:.4g} steps/s; {samples if batch else hint}"

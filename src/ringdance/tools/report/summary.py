@@ -1,4 +1,4 @@
-"""Summarize a timeline: how each rank spends its time in a step, and which tensors are submitted late."""
+"""Summarize a timeline: how each rank spends the time in a step, and which tensors are submitted late."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ PARTS = {
     "negotiate": "", "wait_for_data": "WAIT_FOR_DATA", "copy_in": "MEMCPY_IN_FUSION_BUFFER",
     "reduce": "MPI_ALLREDUCE", "copy_out": "MEMCPY_OUT_FUSION_BUFFER", "other": "",
 }  # fmt: skip
-"""Parts of exposed communication, with the names of the spans that measure them."""
+"""Components of the exposed communication time, with the names of the spans that measure them."""
 
 Array = NDArray[np.float64]
 Members = dict[int, tuple[float, float]]
-"""Start and end of a negotiation, by rank."""
+"""Start and end of one negotiation, by rank."""
 
-_LATE = 0.05  # a rank counts as late if it is behind the others by this share of a step
-_OFTEN = 0.3  # share of steps in which a rank must be late to be reported
+_LATE = 0.05  # a rank is late if it is behind the others by more than this share of a step
+_OFTEN = 0.3  # report a rank if it is late in more than this share of steps
 _RANK = re.compile(r"rank (\d{1,9}) on (.*) \(pid (\d{1,9})\)")
 _THREAD = re.compile(r"rank (\d{1,9})")
 _STEP = re.compile(r"step (\d{1,18})")
@@ -51,11 +51,11 @@ class Cover:
         self._edges, self._lengths = np.array(edges), np.array(lengths)
 
     def until(self, times: Sequence[float] | Array) -> Array:
-        """Return the total covered time up to each of the given times."""
+        """Return how much time is covered before each of the given times."""
         return np.interp(times, self._edges, self._lengths)
 
     def within(self, times: Sequence[float] | Array, other: Cover | None = None) -> Array:
-        """Return the covered time between successive times, or only the time that ``other`` also covers."""
+        """Return the covered time between successive ``times``. If given, ``other`` must also cover it."""
         covered = self.until(times)
         if other is not None:  # |A and B| = |A| + |B| - |A or B|
             covered = covered + other.until(times) - Cover([*self.spans, *other.spans]).until(times)
@@ -68,13 +68,13 @@ class RankTimes:
 
     Attributes:
         threads: Spans by thread name.
-        times: Times of the marks between steps.
+        times: Times of the step boundaries.
         numbers, steps: Numbers and durations of the steps. Steps in which records were lost are left out. If
             records were lost in every step, all steps are included, and their durations exclude the gaps.
         uncertainty: Uncertainty of the rank's clock.
         lost: Number of lost records.
-        exposed: Exposed time in each step.
-        parts: Components of each step's exposed time, by the keys of ``PARTS``.
+        exposed: Time in each step during which the rank waited for exchanges.
+        parts: Components of the exposed time in each step, by the keys of ``PARTS``.
         hidden: Time in each step during which batches were exchanged while the rank computed.
     """
 
@@ -96,10 +96,10 @@ class RankTimes:
         lost = [(int(m[1]), a, b) for text, a, b in spans if (m := _LOST.fullmatch(text))]
         gaps, self.lost = Cover((a, b) for _, a, b in lost), sum(count for count, _, _ in lost)
         whole = gaps.within(self.times) == 0
-        whole |= not whole.any()  # if every step has gaps, use all steps but exclude the gaps
+        whole |= not whole.any()  # if every step has gaps, include all steps without the gaps
 
         def cover(thread: str, name: str = "") -> Cover:
-            """Return a thread's spans, or only those called ``name``, on a clock that skips lost records."""
+            """Return all spans of a thread, or only spans called ``name``, on a clock without the gaps."""
             spans = np.array([(a, b) for text, a, b in self.threads.get(thread, ()) if name in ("", text)])
             return Cover((spans - gaps.until(spans)).tolist())
 
@@ -118,12 +118,12 @@ class RankTimes:
 
     @property
     def computed(self) -> Array:
-        """Time in each step that is not exposed."""
+        """Time in each step during which the rank did not wait for exchanges."""
         return self.steps - self.exposed
 
 
 def ranks_of(trace: Trace) -> list[RankTimes]:
-    """Return the ranks in a trace."""
+    """Return the timeline of each rank in a trace, sorted by rank."""
     matches = {pid: match for pid, name in trace.processes.items() if (match := _RANK.fullmatch(name))}
     threads: dict[int, dict[str, list[Span]]] = defaultdict(dict)
     marks: dict[int, list[tuple[int, float]]] = defaultdict(list)
@@ -138,7 +138,7 @@ def ranks_of(trace: Trace) -> list[RankTimes]:
     ranks = []
     for pid, match in matches.items():
         own = sorted(marks[pid], key=lambda mark: mark[1])
-        if len(own) > 1:  # the first step began before the file, or includes one-time work
+        if len(own) > 1:  # skip the first step, which includes one-time work or began before the timeline
             times, numbers = [at for _, at in own], [number for number, _ in own[1:]]
         else:
             times, numbers = list(window), [0]
@@ -150,7 +150,7 @@ def ranks_of(trace: Trace) -> list[RankTimes]:
 
 
 def summarize(trace: Trace) -> dict[str, Any]:
-    """Return a summary of a trace. Times are in seconds, and a rank's times are means over its steps."""
+    """Return a summary of a trace. All times are in seconds. Times of a rank are means over its steps."""
     ranks = ranks_of(trace)
     tensors, unfinished = _tensors(trace, {rank.rank: rank for rank in ranks})
     marked = any(rank.numbers != [0] for rank in ranks)
@@ -170,7 +170,7 @@ def summarize(trace: Trace) -> dict[str, Any]:
 
 
 def rank_row(one: RankTimes) -> dict[str, Any]:
-    """Return a rank's mean times."""
+    """Return the summary of one rank. Its times are means over the steps."""
     means = {f"{part}_seconds": float(times.mean()) for part, times in one.parts.items()}
     return {
         "rank": one.rank, "host": one.host, "pid": one.pid, "steps": len(one.numbers),
@@ -181,7 +181,7 @@ def rank_row(one: RankTimes) -> dict[str, Any]:
 
 
 def notes(ranks: Sequence[RankTimes]) -> list[str]:
-    """Return sentences about the limitations of a timeline."""
+    """Return sentences about lost records and clock accuracy in a timeline."""
     lost = ", ".join(f"{rank.lost} of rank {rank.rank}" for rank in ranks if rank.lost)
     known = {r.host: f"{r.host} to {r.uncertainty * 1e6:,.0f} us" for r in ranks if r.uncertainty}
     gaps = f"Records were overwritten before they were read: {lost}. The summary skips the time they cover."
@@ -196,7 +196,7 @@ def _incomplete(trace: Trace) -> list[str]:
 
 
 def _steps(ranks: list[RankTimes]) -> list[dict[str, Any]]:
-    """Return a row for each step that all ranks have completed."""
+    """Return one row for each step that all ranks have completed."""
     places = [{number: place for place, number in enumerate(rank.numbers)} for rank in ranks]
     rows = []
     for number in sorted(set.intersection(*map(set, places))):
@@ -214,7 +214,7 @@ def _steps(ranks: list[RankTimes]) -> list[dict[str, Any]]:
 
 
 def _sentence(steps: Sequence[dict[str, Any]], hosts: Mapping[int, str]) -> str:
-    """Return a sentence about what a step waits for, or "" if the timeline does not contain any steps."""
+    """Return a sentence about what the ranks wait for in a step, or "" if the timeline has no steps."""
     if not steps:
         return ""
     whole, exposed = (fmean([row[key] for row in steps]) for key in ("seconds", "exposed_seconds"))
@@ -233,7 +233,7 @@ def _sentence(steps: Sequence[dict[str, Any]], hosts: Mapping[int, str]) -> str:
 
 
 def _tensors(trace: Trace, ranks: dict[int, RankTimes]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return how late each tensor is submitted, and the requests that only some ranks have submitted."""
+    """Return how late each tensor is submitted, and which tensors only some of the ranks have submitted."""
     rounds: dict[str, dict[Key, Members]] = defaultdict(lambda: defaultdict(dict))
     pending: dict[str, dict[int, float]] = defaultdict(dict)
     for (pid, tid), thread in trace.threads.items():
@@ -260,9 +260,9 @@ def _tensors(trace: Trace, ranks: dict[int, RankTimes]) -> tuple[list[dict[str, 
 def _lateness(
     name: str, rounds: Collection[Members], ranks: dict[int, RankTimes]
 ) -> dict[str, Any] | None:
-    """Return how long ranks wait for others to submit a tensor, and which rank they wait for most.
+    """Return how long ranks wait for others to submit a tensor, and for which rank they wait longest.
 
-    Returns None if no rank waits.
+    Returns None if no rank is measurably late.
     """
     late: Counter[int] = Counter()
     seconds: dict[int, float] = defaultdict(float)

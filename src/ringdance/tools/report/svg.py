@@ -1,4 +1,4 @@
-"""Draw line plots and stacked bars as SVG. Colors are classes in the page's style sheet."""
+"""Draw line plots and stacked bars as SVG. Colors are CSS classes in ``page.css``."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pathlib import Path
 STYLE = Path(__file__).with_name("page.css")
 _WIDTH, _LEFT, _RIGHT, _TOP = 400, 44, 12, 8
 _HEIGHT, _BOTTOM = 200, 160  # height of a line plot, and position of its x axis
-_FREE = 4  # first color that does not stand for a part of a step
-_BOUNDS, _BOUND = ("bound", "linear"), 6  # lines that show the ideal are dashed, in this color
+_FREE = 4  # first color that is not reserved for a part of a step
+_BOUNDS, _BOUND = ("bound", "linear"), 6  # lines for ideal values are dashed and have this color
 _APART = 32  # minimum distance between labels on the x axis
 _ids = count()
 
@@ -34,7 +34,7 @@ def _text(x: float, y: float, text: str, anchor: str = "start") -> str:
 
 
 def _ticks(low: float, high: float, number: int = 4) -> list[float]:
-    """Return round numbers that start at or below ``low`` and end at or above ``high``."""
+    """Return evenly spaced round numbers that cover the range from ``low`` to ``high``."""
     span = high - low or 1.0
     step = 10 ** math.floor(math.log10(span / number))
     for factor in (1, 2, 2.5, 5, 10, 20):
@@ -57,7 +57,7 @@ def lines(title: str, series: Mapping[str, Line], x_unit: str, y_unit: str, top:
         series: Points of each line, by name.
         x_unit: Unit of the x axis.
         y_unit: Unit of the y axis.
-        top: Minimum for the upper end of the y axis.
+        top: The y axis extends at least to this value.
     """
     colours = {name: number % 8 for number, name in enumerate(series, _FREE)}
     highest = max(top, *(y for line in series.values() for _, y in line))
@@ -71,7 +71,7 @@ def _drawn(
     series: Mapping[str, Line], colours: Mapping[str, int], x_unit: str, ys: Sequence[float],
     logarithmic: bool = False, noise: Mapping[str, Sequence[float]] | None = None,
 ) -> list[str]:  # fmt: skip
-    """Return the SVG elements for axes and lines. See ``write`` for the arguments."""
+    """Return the SVG elements for the axes and lines of a plot. For the arguments, see ``write``."""
     known = sorted({x for line in series.values() for x, _ in line})
     ticks = known if logarithmic else _ticks(0.0, known[-1])
 
@@ -114,16 +114,16 @@ def write(
     file: Path, panels: Mapping[str, Mapping[str, Line]], x_labels: Sequence[str], y_labels: Sequence[str], *,
     noise: Mapping[str, Sequence[float]] | None = None, logarithmic: bool = False, from_zero: bool = True,
 ) -> None:  # fmt: skip
-    """Write line plots, stacked vertically, to a file that is legible on light and dark pages.
+    """Write vertically stacked line plots to an SVG file that is legible on both light and dark pages.
 
     Each line has the same color in all plots. "bound" and "linear" are dashed. The output is deterministic.
 
     Args:
         file: Path that ends in ``.svg``.
-        panels: Lines of each plot, by the plot's title and the line's name.
-        x_labels: Label for each plot's x axis, with the unit.
-        y_labels: Label for each plot's y axis, with the unit.
-        noise: Half of each point's confidence interval, as a share of y, by name of the line.
+        panels: Lines by name for each plot, by the title of the plot.
+        x_labels: Label of the x axis of each plot, including the unit.
+        y_labels: Label of the y axis of each plot, including the unit.
+        noise: Half the width of the confidence interval of each point, as a share of y, by line name.
         logarithmic: If True, the x axes are logarithmic.
         from_zero: If True, the y axes start at 0. Otherwise they start near the smallest value.
     """
@@ -159,7 +159,7 @@ def _figure(caption: str, picture: str, legend: str) -> str:
 
 
 def bars(title: str, names: Sequence[str], rows: Mapping[str, Sequence[float]]) -> str:
-    """Return stacked horizontal bars of milliseconds. ``names`` labels the values in each row."""
+    """Return a plot with one stacked bar of milliseconds per row. ``names`` labels the values in a row."""
     left, each = 70, 22
     longest = max(sum(values) for values in rows.values()) or 1.0
     scale = (_WIDTH - left - 70) / longest

@@ -1,4 +1,4 @@
-"""``ringdance timeline``: show how the time in a step is spent."""
+"""``ringdance timeline``: show how each rank spends the time in a step."""
 
 from __future__ import annotations
 
@@ -64,13 +64,13 @@ def main(argv: Sequence[str]) -> int:
 
 
 def milliseconds(seconds: float) -> str:
-    """Format a time in milliseconds with up to three significant digits."""
+    """Format a time in seconds as milliseconds with up to three significant digits."""
     value = seconds * 1000
     return f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2}f}"
 
 
 def rank_table(ranks: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """Return columns and rows for the table that breaks down each rank's time, in milliseconds."""
+    """Return the columns and rows of a table that breaks down each rank's time per step, in milliseconds."""
     rows = [
         [f"{row['rank']} {row['host']}", *(milliseconds(row[f"{key}_seconds"]) for key in _COLUMNS)]
         for row in ranks

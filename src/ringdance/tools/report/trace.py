@@ -1,4 +1,4 @@
-"""Read a timeline in Chrome's JSON trace format. Truncated files can also be read."""
+"""Read a timeline in Chrome's JSON trace format. Truncated files are supported."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ringdance.host.files import NO_FORMAT, check_regular, typed
 
 Key = tuple[int, int]
 Span = tuple[str, float, float]
-"""Name, start and end. Times are in seconds."""
+"""Name, start and end of a span. Times are in seconds."""
 
 _LINES = 20_000  # lines to parse at a time
 
@@ -25,11 +25,11 @@ class Trace:
     Attributes:
         processes: Process names by process ID.
         threads: Thread names by process and thread ID.
-        spans: Spans of each thread, in order of their end times.
-        instants: Name and time of each instant event, by thread.
-        rounds: Process set, round, start and end of each negotiation, by the tensor's thread.
-        uncertainties: Clock uncertainties by process.
-        open: Name and start of each span that does not end in the file, by thread.
+        spans: Spans of each thread, by process and thread ID.
+        instants: Name and time of each instant event, by process and thread ID.
+        rounds: Key (process set and round), start and end of each negotiation, by process and thread ID.
+        uncertainties: Clock uncertainty by process ID.
+        open: Name and start of each span whose end is not in the file, by process and thread ID.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class Trace:
 
 
 def load(path: Path) -> Trace:
-    """Read a timeline. Raises OSError if it cannot be read and LaunchError if it is not a timeline."""
+    """Read a timeline. Raises OSError if the file cannot be read, and LaunchError if it is not a timeline."""
     trace, place = Trace(), ""
     try:
         for place, event in _events(path):  # noqa: B007 : used below
@@ -61,7 +61,7 @@ def load(path: Path) -> Trace:
 
 
 def _events(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield events with their places: line numbers if the monitor wrote the file, otherwise event numbers."""
+    """Yield events, each with its position: line number if the monitor wrote the file, else event number."""
     check_regular(path)
     with path.open(encoding="utf-8", errors="replace") as file:
         if file.readline().strip() != "[":

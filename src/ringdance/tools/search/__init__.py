@@ -1,6 +1,6 @@
 """Hyperparameter search with ``ringdance search``, and ``report()``, which a trial calls to report values.
 
-Importing this package needs only the standard library, because training scripts import ``report`` from it.
+This package does not import third-party libraries, because training scripts import ``report`` from it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ringdance.settings.names import RANK_NAMES
 REPORT = "RINGDANCE_SEARCH_REPORT"
 """Environment variable that contains the path of the file to which a trial writes its reports."""
 STOP = ".stop"
-"""Suffix of the file, next to the reports, that asks a trial to end."""
+"""Suffix of the file that tells a trial to end. The rest of its path is the path of the reports."""
 
 
 def report(value: float, step: int | None = None) -> None:
@@ -27,7 +27,7 @@ def report(value: float, step: int | None = None) -> None:
         step: Training step, starting at 0. Default: the number of earlier reports.
 
     Raises:
-        SystemExit: The search has pruned this trial. If not caught, this ends all ranks.
+        SystemExit: The search has pruned this trial. Unless caught, the exception ends all ranks.
         FileNotFoundError: The study's directory does not exist on this host.
     """
     target = os.environ.get(REPORT, "")

@@ -1,4 +1,4 @@
-"""Run a study's trials in parallel, and manage their processes and results."""
+"""Run the trials of a study in parallel, and manage their processes and results."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ from ringdance.tools.search.space import Reader, fill
 from ringdance.tools.search.study import Study, short, table
 
 _POLL_S = 0.1
-_STOP_S = 5.0  # time for a pruned trial to reach its next report and exit there
-_ALONE_S = 1.0  # time for processes to exit after the trial's main process has exited
+_STOP_S = 5.0  # time for a pruned trial to reach its next report and exit
+_ALONE_S = 1.0  # time for other processes to exit once the trial's main process has exited
 MARK = "RINGDANCE_SEARCH_TRIAL"
 """Environment variable that all processes of a trial inherit. Its value is the trial's directory."""
 _KILLED = 128 + signal.SIGKILL
-# Writes the exit code to a file, so that the result of a trial that outlives its searcher is not lost. The
-# trap keeps sh alive until the trial has exited. After a signal the code is always 143, because a trial that
-# handles the signal may save its state and exit with 0 although it is unfinished.
+# Runs a trial and writes its exit code to a file, so that the code is not lost if the trial outlives its
+# searcher. The trap keeps sh alive until the trial has exited. After a signal, the code is always 143: a
+# trial that handles the signal may save its state and exit with 0 although it is unfinished.
 _SHELL = """trap signalled=143 TERM HUP INT
 "$@"; code=$?; echo "${signalled:-$code}" > "$0.new" && sync "$0.new" && mv "$0.new" "$0"; exit $code"""
 
 Place = Sequence[tuple[str, int]]
-"""Slots of a trial: host, and slot number on this host."""
+"""Slots for one trial: the host, and the slot number on this host, of each slot."""
 
 
 def places(hosts: HostList, ranks: int) -> list[Place]:
-    """Divide the slots into places of ``ranks`` slots. If possible, all slots of a place are on one host.
+    """Divide all slots into places, each with ``ranks`` slots, which are on the same host if possible.
 
     Raises:
         LaunchError: There are too few slots for a single trial.
@@ -64,13 +64,13 @@ class Attempt:
 
     Attributes:
         trial: The Optuna trial.
-        directory: Directory for this trial alone. Its file ``exit`` receives the exit code. Creating the file
-            ``stop`` ends the trial at its next report.
-        reader: Reads the values of the trial's objective.
+        directory: Directory for the files of this trial. The exit code is written to the file ``exit``. If
+            the file ``report.jsonl.stop`` exists, the trial ends at its next report.
+        reader: Reads the objective values of the trial.
     """
 
     def __init__(self, study: Study, number: int | None = None) -> None:
-        """Take over the trial with this number, or create a new one in the study if ``number`` is None."""
+        """Take over trial ``number`` of the study, or create a new trial if ``number`` is None."""
         self.trial, objective = study.trial(number), study.space.objective
         self.directory = (study.directory / "trials" / f"{self.trial.number:04}").resolve()
         self.exit, self.log = self.directory / "exit", self.directory / "log"
@@ -80,7 +80,7 @@ class Attempt:
         self._leader: subprocess.Popen[bytes] | None = None
 
     def start(self, command: Sequence[str], environ: Mapping[str, str]) -> None:
-        """Start the trial's processes in a new session. Their output is written to the file ``log``."""
+        """Start the trial in a new session. The output of its processes is written to the file ``log``."""
         shutil.rmtree(self.directory, ignore_errors=True)  # left behind by an interrupted start
         self.directory.mkdir(parents=True)
         (self.directory / "params.json").write_text(json.dumps(self.trial.params) + "\n")
@@ -92,8 +92,8 @@ class Attempt:
             )
 
     def code(self) -> int | None:
-        """Return the exit code, which is 128 + n after signal n, or None while the trial is running."""
-        if self.exit.exists() and (text := self.exit.read_text().strip()):  # empty if the host crashed
+        """Return the exit code (128 + n after signal n), or None while the trial is running."""
+        if self.exit.exists() and (text := self.exit.read_text().strip()):  # empty after a host crash
             return int(text)
         return None if self._leader and self._leader.poll() is None else _KILLED
 
@@ -110,9 +110,9 @@ class Searcher:
     Attributes:
         places: Groups of slots. Each runs one trial at a time.
         command: Command that runs a trial, with placeholders.
-        launch: Options for ``ringdance run``. If None, the command runs directly on this machine.
-        environ: Environment variables for the trials.
-        grace: Seconds that a trial has to exit after SIGTERM.
+        launch: Options of ``ringdance run``. If None, the command runs directly on this machine.
+        environ: Environment variables of the trials.
+        grace: Seconds to wait for a trial to exit after SIGTERM.
     """
 
     study: Study
@@ -123,8 +123,8 @@ class Searcher:
     environ: Mapping[str, str]
     grace: float
     _signals: int = 0
-    # The lock protects the two fields below, and the study, except when a trial's reports are read.
-    _waiting: list[int] = field(default_factory=list)  # trials to be restarted
+    # The lock protects the next two fields and the study. It is not held while a trial's reports are read.
+    _waiting: list[int] = field(default_factory=list)  # numbers of trials to restart
     _failed: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -151,7 +151,7 @@ class Searcher:
     # --- on worker threads -------------------------------------------------------------------------
 
     def _take_up(self, number: int) -> None:
-        """End a trial left running by a killed searcher. Records its result, or schedules it again."""
+        """End a trial left behind by a killed searcher. Records its result, or schedules a restart."""
         with self._lock:
             attempt = Attempt(self.study, number)
         self._end(attempt)
@@ -159,12 +159,12 @@ class Searcher:
             self._finish(attempt, left=True)
 
     def _work(self, place: Place) -> None:
-        """Run trials in a place, one at a time."""
+        """Run trials in ``place``, one at a time, until the search ends."""
         try:
             while attempt := self._next():
                 self._run(attempt, place)
         except BaseException:
-            self._signals += 1  # so that the other threads end too
+            self._signals += 1  # tells the other threads to end
             raise
 
     def _next(self) -> Attempt | None:
@@ -177,7 +177,7 @@ class Searcher:
             return None if enough else Attempt(self.study)
 
     def _run(self, one: Attempt, place: Place) -> None:
-        """Run a trial until it exits or is pruned. On a signal, end the trial and leave it unfinished."""
+        """Run a trial until it exits or is pruned. On a signal, end the trial but leave it unfinished."""
         slots = ",".join(str(number) for _, number in place)
         filled = fill(self.command, one.trial.params, one.directory, slots)
         launch = [] if self.launch is None else ["ringdance", "run", "-np", str(len(place)), *self.launch]
@@ -211,7 +211,7 @@ class Searcher:
         return pruned
 
     def _end(self, one: Attempt) -> None:
-        """End the trial's processes on this host, first with SIGTERM. The launcher ends all others."""
+        """End the trial's processes on this host, first with SIGTERM. The launcher ends the others."""
         shells, until = [], time.monotonic() + self.grace
         for process in one.processes() if one.code() in (None, _KILLED) else []:
             with contextlib.suppress(psutil.Error, OSError):
@@ -232,7 +232,7 @@ class Searcher:
     def _finish(self, one: Attempt, left: bool = False) -> None:
         """Record how a trial ended. A killed trial is restarted once.
 
-        If its searcher was killed too (``left``), the trial is always restarted.
+        A trial left behind by a killed searcher (``left``) is always restarted if it was killed, too.
         """
         code, trial = one.code() or 0, one.trial
         self._passed_on(one, ended=True)
@@ -249,13 +249,13 @@ class Searcher:
             trial.set_user_attr("killed", not left)
             self._waiting.append(trial.number)
             return self._say(one, f"was killed and will start again: {reason}")
-        self._failed += bool(code or not one.reader.values)  # NaN and inf are normal if lr is too high
+        self._failed += bool(code or not one.reader.values)  # a high lr can cause NaN and inf
         trial.set_user_attr("reason", reason)
         self.study.tell(trial, "FAIL")
         self._say(one, f"failed: {reason}")
 
     def _set_aside(self, one: Attempt) -> Path:
-        """Move the directory of a failed attempt to ``failed``. Returns its new path."""
+        """Move the directory of a failed attempt to ``failed``. Returns the new path of the directory."""
         failed, name = self.study.directory / "failed", one.directory.name
         target = failed / f"{name}.{1 + len(list(failed.glob(f'{name}.*')))}"
         failed.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""The search file: it defines the parameters, the objective, and how to search the space."""
+"""Search files, which define the parameters, the objective, and how to search the space."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ringdance.errors import LaunchError, optional
 from ringdance.host.files import read_regular, read_yaml
 
 OWN = ("trial", "dir", "params", "slots")
-"""Placeholders in every trial: its number, its directory, a JSON file with all parameters, and its slots."""
+"""Built-in placeholders: a trial's number, its directory, a JSON file with all parameters, and its slots."""
 _NAME = r"[A-Za-z_]\w*"
 _PLACEHOLDER = re.compile(r"(?<!\$)\{([A-Za-z_]\w*)\}")
 _COUNT = r"[1-9]\d*", "a whole number, 1 or more"
-# Patterns that match the repr of valid values in the file, and their descriptions.
+# Valid values in the search file, by key: a pattern that matches their repr, and a description.
 _FORMS = {
     "trials": _COUNT, "failures": _COUNT, "goal": ("'(maximize|minimize)'", "maximize or minimize"),
     "take": ("'(last|best)'", "last or best"),
@@ -27,11 +27,11 @@ _FORMS = {
 
 
 class Parameter(NamedTuple):
-    """A parameter to search.
+    """A parameter that the search varies.
 
     Attributes:
-        kind: "float", "int" or "categorical", the suffix of the Optuna ``suggest_`` method that is called.
-        options: Arguments for that method: low, high, step and log, or choices.
+        kind: "float", "int" or "categorical": the suffix of the Optuna method ``suggest_*`` to call.
+        options: Arguments of this method: low, high, step and log, or choices.
     """
 
     kind: str
@@ -46,8 +46,8 @@ class Objective:
         name: Name shown in messages and tables.
         goal: "maximize" or "minimize".
         line: Regular expression for output lines. The group ``value``, or else the first group, matches the
-            number, and an optional group ``step`` the step. If "", trials call ``ringdance.report``.
-        take: "last" or "best": which of a trial's values is its result.
+            value. An optional group ``step`` matches the step. If "", trials call ``ringdance.report``.
+        take: "last" or "best": which of its values is the result of a trial.
     """
 
     name: str = "objective"
@@ -76,13 +76,13 @@ class Space:
     pruner: Mapping[str, Any] = field(default_factory=lambda: {"name": "nop"})
 
     def definition(self) -> dict[str, Any]:
-        """Return the part that must stay the same for all trials in a study, as in a search file."""
+        """Return the part that must be the same for all trials in a study, in the format of a search file."""
         aim = {key: value for key, value in asdict(self.objective).items() if value}
         return {"parameters": {name: p.options for name, p in self.parameters.items()}, "objective": aim}
 
 
 def read_space(path: Path) -> Space:
-    """Read a search file. Raises LaunchError if it is not valid."""
+    """Read a search file. Raises LaunchError if the file is invalid."""
     try:
         return parse_space(read_yaml(read_regular(path)))
     except ValueError as error:
@@ -90,7 +90,7 @@ def read_space(path: Path) -> Space:
 
 
 def parse_space(found: Any) -> Space:
-    """Build a space from the parsed contents of a file. Raises ValueError if they are invalid."""
+    """Build a space from the parsed contents of a search file. Raises ValueError if they are invalid."""
     options = _checked("the file", found, [item.name for item in fields(Space)])
     parameters = _checked("parameters", options.pop("parameters", {}))
     if not parameters:
@@ -107,7 +107,7 @@ def parse_space(found: Any) -> Space:
 
 
 def _checked(name: str, found: Any, known: Sequence[str] = ()) -> dict[str, Any]:
-    """Check the values of a mapping in the file, and its keys if ``known`` is given. Returns the mapping."""
+    """Check that ``found`` is a mapping, and its keys and values if ``known`` is given. Returns a copy."""
     if not isinstance(found, Mapping):
         raise ValueError(f"{name} must be a mapping, with lines `key: value`. Received: {found!r}")
     for key, value in found.items() if known else ():
@@ -133,7 +133,7 @@ def _parameter(name: Any, found: Any) -> Parameter:
         if choices and not isinstance(options["choices"], list):
             raise ValueError("choices must be a list")
         kind = "categorical" if choices else "float" if float in map(type, numbers) else "int"
-        # If choices are equal (1 and 1.0), Optuna records the first of them, whichever was tried.
+        # If choices are equal, such as 1 and 1.0, Optuna always records the first of them.
         same = [choice for choice in options.get("choices", ()) if options["choices"].count(choice) > 1]
         if same:
             raise ValueError(f"Optuna considers {' and '.join(map(as_text, same))} equal")
@@ -148,7 +148,7 @@ def _parameter(name: Any, found: Any) -> Parameter:
 
 
 def check_command(space: Space, command: Sequence[str]) -> None:
-    """Raise a LaunchError if a parameter is not passed to the trials."""
+    """Raise LaunchError if the command does not pass all parameters to the trials."""
     used = set(_PLACEHOLDER.findall(" ".join(command)))
     if lost := [name for name in space.parameters if not used & {name, "params"}]:
         text = f"no trial receives parameter {', '.join(lost)}. Write {{{lost[0]}}} into the command, as in "
@@ -167,7 +167,7 @@ def fill(texts: Sequence[str], values: Mapping[str, Any], directory: Path, slots
 
 
 def as_text(value: Any) -> str:
-    """Format a parameter's value for a command or an environment variable: `true`, `0.01`, or plain text."""
+    """Format a parameter's value for a command or environment variable, as JSON except for plain text."""
     return value if isinstance(value, str) else json.dumps(value)
 
 
@@ -175,7 +175,7 @@ def as_text(value: Any) -> str:
 
 
 def value_group(line: str) -> int:
-    """Return the index of the group that matches the number, or 0 if the pattern does not have such a group.
+    """Return the index of the group in the pattern ``line`` that matches the value, or 0 if there is none.
 
     This is the group ``value``, or else the first group other than ``step``.
     """
@@ -188,14 +188,14 @@ def value_group(line: str) -> int:
 
 
 class Reader:
-    """Reads the objective's values from a growing file that contains a trial's output or its reports."""
+    """Reads objective values from a growing file with a trial's output or reports."""
 
     def __init__(self, objective: Objective, path: Path) -> None:
         self._objective, self._path, self._offset = objective, path, 0
         self.values: list[float] = []
 
     def new(self, ended: bool = False) -> list[tuple[int, float]]:
-        """Return the steps and values added since the last call.
+        """Return the steps and values that were added to the file since the last call.
 
         An incomplete last line is included only if the trial has ``ended``.
         """
@@ -224,7 +224,7 @@ class Reader:
         return record.get("step"), record["value"]
 
     def result(self) -> tuple[float, str]:
-        """Return the trial's result, and why it is not finite ("" if it is)."""
+        """Return the trial's result, and the reason if the result is not finite ("" if it is)."""
         aim, numbers = self._objective, list(filter(math.isfinite, self.values))
         if not self.values:
             return math.nan, f"no {aim.name} was found by {aim.line or 'ringdance.report'}"

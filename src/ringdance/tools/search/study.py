@@ -1,4 +1,4 @@
-"""A study on disk, managed by Optuna: its trials, their results, and the choice of the next parameters."""
+"""A study on disk. Optuna stores its trials and their results, and chooses the next parameters."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ STATES = {"COMPLETE": "finished", "PRUNED": "pruned", "FAIL": "failed", "RUNNING
 class Study:
     """A study stored in a directory. Only one searcher can use the study at a time.
 
-    ``journal.log`` contains Optuna's records. ``trials/NUMBER`` contains the files written by a trial, and
-    ``failed/NUMBER.ATTEMPT`` those written by a failed attempt.
+    ``journal.log`` contains Optuna's records. ``trials/NUMBER`` contains the files of a trial, and
+    ``failed/NUMBER.ATTEMPT`` the files of a failed attempt.
 
     Attributes:
         study: The Optuna study. Its user attributes store the space's definition and the command with
             placeholders. Each trial's user attributes store the command that was run.
         space: The ``space`` argument, or a space built from the stored definition.
-        exhausted: True once the sampler has nothing more to try.
+        exhausted: True once the sampler cannot suggest anything new.
     """
 
     def __init__(self, directory: Path, space: Space | None = None, command: Sequence[str] = ()) -> None:
         """Open the study in ``directory``.
 
-        Given a ``space``, open the study to run trials, and create it if it does not exist. Otherwise, only
-        read it.
+        If ``space`` is given, the study is opened for running trials, and created if it does not exist.
+        Otherwise, it is opened for reading.
 
         Raises:
             LaunchError: The study does not exist, is in use, or belongs to a different space or command.
@@ -78,11 +78,11 @@ class Study:
         if space:
             self._check(journal, list(command))
         self.study.pruner = self._made("pruner", self.space.pruner)
-        self.study.stop = self._stop  # Optuna's method works only inside optimize()
+        self.study.stop = self._stop  # Optuna's own stop() works only inside optimize()
         self.exhausted = False
 
     def _check(self, journal: Path, command: Sequence[str]) -> None:
-        """Reject a journal that has lost trials, and a command that differs from the study's."""
+        """Raise LaunchError if the journal has lost trials, or if the study belongs to another command."""
         known = len(self.trials())
         names = (path.name for path in self.directory.glob("trials/*"))
         if any(name.isdecimal() and int(name) >= known for name in names):
@@ -99,7 +99,7 @@ class Study:
         self.exhausted = True
 
     def _take(self, journal: Path) -> None:
-        """Lock out other searchers, and remove an incomplete record left by a killed searcher."""
+        """Lock the study, and remove an incomplete record left behind by a killed searcher."""
         self.directory.mkdir(parents=True, exist_ok=True)
         lock = self.directory / "ringdance-search.lock"
         if not lock.exists() and any(self.directory.iterdir()):
@@ -131,18 +131,18 @@ class Study:
     # --- trials ------------------------------------------------------------------------------------
 
     def trials(self, *states: str) -> list[FrozenTrial]:
-        """Return the trials in these states ("COMPLETE", "PRUNED", "FAIL", "RUNNING"; default: any)."""
+        """Return the trials in these states: "COMPLETE", "PRUNED", "FAIL", "RUNNING". Default: all trials."""
         wanted = [self._optuna.trial.TrialState[state] for state in states]
         return self.study.get_trials(deepcopy=False, states=wanted or None)
 
     def best(self) -> FrozenTrial | None:
-        """Return the trial with the best value, or None if no trial has finished."""
+        """Return the trial with the best value, or None if no trial is complete."""
         return self.study.best_trial if self.trials("COMPLETE") else None
 
     def trial(self, number: int | None = None) -> Trial:
-        """Return the trial with this number, or a new one. Chooses values for parameters that have none."""
-        # Each trial has its own random seed, so that neither a resumed search nor a search with the next seed
-        # repeats the same random numbers.
+        """Return trial ``number``, or a new trial if None. Chooses values for parameters without a value."""
+        # Each trial has its own random seed, so that a resumed search, or a search with the next higher seed,
+        # does not repeat the same random numbers.
         options = dict(self.space.sampler)
         if options.get("seed") is not None:
             own = f"{options['seed']} {len(self.trials()) if number is None else number}"
@@ -175,7 +175,7 @@ def headline(study: Study) -> str:
 
 
 def table(study: Study, *states: str) -> Table:
-    """Return a table of the trials in these states. If a trial has no result, its last report is shown."""
+    """Return a table of the trials in the given states. Shows the last report of trials without a result."""
     made = Table(title=headline(study), title_justify="left", box=SIMPLE_HEAD)
     names = list(study.space.parameters)
     for name in ("trial", "state", study.space.objective.name, "seconds", *names):
@@ -191,5 +191,5 @@ def table(study: Study, *states: str) -> Table:
 
 
 def short(value: Any) -> str:
-    """Format a value for display."""
+    """Format a value for display, with up to five significant digits."""
     return f"{value:.5g}" if isinstance(value, float) else as_text(value)
