@@ -15,6 +15,6 @@ Processes of a running job::
                  └─ wrapper and rank           as above
 
 The launcher and the agents monitor each other. If one side dies, the survivor kills every process that the
-job started on its host and removes the job's files. ``plan.py`` has no side
-effects: it only builds a description of what to start.
+job started on its host and removes the job's files. ``plan.py`` has no side effects: it only builds a
+description of what to start.
 """

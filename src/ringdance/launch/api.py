@@ -109,7 +109,7 @@ def call(
 
 
 def _sink(name: str) -> Sink:
-    """Return a sink that looks up ``sys.stdout`` or ``sys.stderr`` on each write: they may be replaced."""
+    """Return a sink that looks up ``sys.stdout`` or ``sys.stderr`` on each write, as it may be replaced."""
 
     def write(data: bytes) -> None:
         stream = getattr(sys, name)

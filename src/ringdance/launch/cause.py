@@ -214,7 +214,7 @@ def judge(
     candidates = [*causes.values(), *outside, *_early(causes, ended)]
     first = min(candidates, key=lambda cause: (_weight(cause), cause.time))
     if first.kind == "exception" and first.rank is not None:
-        # If all ranks raise the same error, it is random which one reports it first. Prefer the lowest rank.
+        # If several ranks raise the same error, any of them may report it first. Prefer the lowest rank.
         alike = [own for own in causes.values() if own.same(first) and own.time - first.time < _LATE_S]
         first = min(alike, key=lambda cause: cause.rank or 0)
     # Ignore reports that a rank ended by the launcher has died: the reporting rank only guesses the reason.

@@ -18,7 +18,7 @@ from ringdance.launch.plan import Plan, build_plan
 from ringdance.launch.remote.connect import PIPES, Remote, allow_open_files, close_all, connect
 from ringdance.launch.spec import JobSpec, check_machine, script_of
 
-_FOR_RANK = 4  # file descriptors per rank in this host's agent: connection and output
+_FOR_RANK = 4  # file descriptors that this host's agent needs per rank, for connection and output
 _RECORDS = "RINGDANCE_FLIGHT_RECORDER_DIR"
 
 Log = Callable[[str], None]

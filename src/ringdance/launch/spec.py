@@ -49,7 +49,7 @@ class JobSpec:
         style: Format of the ranks' output lines.
         output_directory: Directory for a copy of each rank's output, if any.
         timeline: File for a timeline of all ranks, if any.
-        start_timeout: Time limit in seconds, both for all hosts to answer and then for all ranks to start.
+        start_timeout: Seconds within which all hosts must answer, and then as long for all ranks to start.
         heartbeat_timeout: Seconds without a heartbeat after which a host is considered lost.
         grace: Seconds that ranks have to exit after a signal to the launcher. A second SIGINT ends them
             immediately.

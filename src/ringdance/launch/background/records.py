@@ -61,7 +61,7 @@ class Record:
 
     @property
     def short(self) -> str:
-        """First digits of the job ID, for display."""
+        """Short prefix of the job ID, for display."""
         return self.job[:8]
 
     @property
