@@ -47,7 +47,7 @@ _Exit.__name__ = _Exit.__qualname__ = "SystemExit"  # for logs
 
 
 def _new_exit(*args: Any) -> SystemExit:
-    """Build the exception to raise. Outside the main thread, use Python's, which silently ends a thread."""
+    """Build the exception to raise. Outside the main thread, use SystemExit, which ends threads silently."""
     return (_Exit if threading.current_thread() is threading.main_thread() else SystemExit)(*args)
 
 

@@ -17,7 +17,7 @@ from typing import Any, TextIO, get_args, get_origin
 from ringdance.errors import LaunchError, optional
 
 NO_FORMAT = (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError)
-"""Exceptions that reading raises if the content is not as expected."""
+"""Exceptions that may be raised if a file's content does not have the expected format."""
 _LARGEST = {float: 1e16, int: 2.0**64}  # limits for times in seconds or microseconds, and for counters
 # Plain scalars of YAML 1.2 that are not strings.
 _YAML = {

@@ -10,7 +10,7 @@ Processes of a running job::
      │       │   └─ the rank                   the user's program; pipes carry its output to the agent
      │       └─ agent/rsh.py, one per host     run by mpiexec in place of ssh: requests a daemon
      └─ ssh or srun, one per host              the only connection to that host
-         └─ agent, on that host                the same as here
+         └─ agent, on that host                the same as above
              └─ mpiexec's daemon               requested by agent/rsh.py
                  └─ wrapper and rank           as above
 

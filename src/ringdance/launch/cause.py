@@ -43,9 +43,10 @@ class Cause:
         host: Name of the failed process's machine.
         pid: ID of the failed process.
         time: Time of the failure in seconds since the epoch.
-        kind: "exception", "exit" (ended early), "code", "peer" (ended by the MPI library), "signal", "ended"
-            (by mpiexec), "early", "vanished", "launcher", or "daemon" (mpiexec's daemon on another host
-            exited). If the cause reports another rank's failure: "lost" or "stall".
+        kind: "exception", "exit" (ended early), "code" (exited with an error code), "peer" (ended by the MPI
+            library), "signal", "ended" (by mpiexec), "early" (exited with code 0 while others were running),
+            "vanished" (without a report), "launcher", or "daemon" (mpiexec's daemon on another host exited).
+            If the cause reports another rank's failure: "lost" or "stall".
         message: Description in one line.
         traceback: Traceback, if there is one.
         code: Exit code for the job, if the kind is "launcher".

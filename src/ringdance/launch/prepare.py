@@ -111,7 +111,7 @@ def prepare(
 def _exports(spec: JobSpec, rank_0_here: bool) -> dict[str, str]:
     """Return the variables for all ranks: the user's, and the paths of further output files."""
     exports = dict(spec.exports)
-    if spec.output_directory:  # also for records of failing ranks, and for metrics
+    if spec.output_directory:  # also the default directory for the flight recorder and metrics
         for name in (_RECORDS, METRICS_DIR):
             if name not in os.environ:
                 exports.setdefault(name, os.path.abspath(spec.output_directory))

@@ -34,7 +34,7 @@ class Shutdown:
         self.caused_failures = True
 
     def add(self, number: int, latest: float, caused_failures: bool) -> None:
-        """Record a signal. The first sets ``kill_at``, at most to ``latest``. A SIGINT after it ends the wait."""
+        """Record a signal. The first sets ``kill_at`` (``latest`` at most). A later SIGINT ends the wait."""
         now = time.monotonic()
         if not self.signal:
             self.signal, self.came, self.caused_failures = number, now, caused_failures

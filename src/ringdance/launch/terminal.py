@@ -46,7 +46,7 @@ def show_outcome(outcome: Verdict | int, prepared: PreparedJob, screen: Screen) 
 
 
 def _waits(descriptor: int) -> bool:
-    """Return True if data can be read from a file or pipe without waiting."""
+    """Return True if a file or pipe has data that can be read now."""
     try:
         return any(fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4)))
     except OSError:  # /dev/null

@@ -29,8 +29,8 @@ class Instance:
         nvlink: Bandwidth in GB/s from one GPU to the other GPUs in the machine, 0 with PCI Express only.
         rdma: True if GPUs use the network without TCP.
         tcp_gbits: Maximum bandwidth of NCCL over TCP in Gbit/s. NCCL uses one socket and one thread per
-            connection, unless NCCL_SOCKET_NTHREADS and NCCL_NSOCKS_PERTHREAD are set. The default is a fitted
-            value, see docs/howto/troubleshooting/plan.md.
+            connection, unless NCCL_SOCKET_NTHREADS and NCCL_NSOCKS_PERTHREAD are set. The default was
+            fitted to measured runs, see docs/howto/troubleshooting/plan.md.
         price: US dollars per hour, None if unknown.
         as_of: Date of the price.
     """

@@ -11,7 +11,7 @@ Messages (``host.messages.Frames``) travel over stdin and stdout. From the launc
 ``{"to": connection of a rank, "message"}``; ``{"ping"}``;
 ``{"clean", "failed", "results"}``; and the messages of tasks.py.
 To the launcher: ``{"facts"}``; ``{"ready", "problem", "port"}``; ``{"from": connection, "message"}``;
-``{"from", "stream": 0 or 1}`` with bytes (none at its end); ``{"from", "closed"}``;
+``{"from", "stream": 0 or 1}`` with bytes (empty at the stream's end); ``{"from", "closed"}``;
 ``{"output"}`` with bytes; ``{"exited": n, "pid", "code", "time"}``; ``{"died": pid, "name", "signal"}``;
 ``{"note"}``; ``{"pong"}``; ``{"file": name, "last"}`` with bytes; ``{"cleaned": bool}``.
 """

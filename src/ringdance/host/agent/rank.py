@@ -8,7 +8,7 @@ only. The wrapper starts in about 30 ms.
 
 Supervisor to launcher: ``{"rank", "size", "host"}`` with stdout and stderr to read, then
 ``{"pid", "time"}``, ``{"stopped": signal}`` when the rank is stopped, then ``{"ended": exit code or -signal,
-"time": since the epoch, "by_mpiexec": true if mpiexec ended it, "why": evidence of why a signal was sent}``.
+"time": seconds since the epoch, "by_mpiexec": true if mpiexec ended it, "why": evidence for a signal}``.
 Launcher to supervisor: ``{"go": the rank's numbers, "port": MASTER_PORT}`` with a descriptor of the rank's
 stdin. To this message, the agent adds ``"environ"``: variables that a shell on the way may have dropped.
 Then ``{"signal": n}`` for the rank, with ``"after"``, the delay in seconds, and ``"stay"``, the seconds for

@@ -13,7 +13,7 @@ STAYS = "LSB_.*|LSF_.*|LS_.*"
 
 
 def allocation(environ: Mapping[str, str]) -> Allocation | None:
-    """Read the hosts from ``LSB_MCPU_HOSTS="h1 4 h2 4"``, a host file (a name per slot) or ``LSB_HOSTS``."""
+    """Read the hosts from ``LSB_MCPU_HOSTS="h1 4 h2 4"``, a host file (a name per slot), or ``LSB_HOSTS``."""
     if "LSB_JOBID" not in environ:
         return None
     words = environ.get("LSB_MCPU_HOSTS", "").split()

@@ -239,7 +239,7 @@ class Cleanup:
 def _used_by(pids: Iterable[int], seconds: float) -> tuple[set[int], bool]:
     """Return the inodes that processes use in /dev/shm, and whether all could be inspected in time.
 
-    The kernel blocks the reader of a process's map while that process changes it, sometimes for seconds.
+    The kernel blocks readers of a process's memory map while the process changes it, sometimes for seconds.
     """
     used: list[set[int]] = []
 

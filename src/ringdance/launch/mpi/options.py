@@ -60,7 +60,7 @@ class MpiexecRequest:
 
 
 def host_label(host: Host, number: int) -> str:
-    """Return the name by which mpiexec refers to a host. It must not contain an IPv6 address's colons."""
+    """Return mpiexec's name for a host. It must not contain colons, unlike IPv6 addresses."""
     return f"host{number}" if ":" in host.name else host.name
 
 
@@ -139,7 +139,7 @@ def _openmpi(request: MpiexecRequest) -> _Options:
 
 
 def _openmpi_launch(request: MpiexecRequest) -> list[str]:
-    """Return options that start the daemons through our agents, whatever the scheduler."""
+    """Return options that start the daemons through our agents, regardless of the scheduler."""
     if request.mpi.major == 4:
         option, remote, prefix, oob = "--mca", "rsh", "orte", "oob_tcp"
     else:

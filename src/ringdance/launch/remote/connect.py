@@ -331,7 +331,8 @@ def start_local(host: str, environ: Mapping[str, str], stdin: int, remotes: Sequ
     Raises:
         OSError: The agent cannot be started.
     """
-    # A lock in memory, so that no network file system can block. Jobs on several hosts require Linux anyway.
+    # Keep the lock file in memory, where no network file system can block. This needs Linux, as do all jobs
+    # on several hosts.
     lock = os.memfd_create("ringdance-lock") if remotes else -1
     for number, remote in enumerate(remotes):
         remote.frames.shared = lock, number

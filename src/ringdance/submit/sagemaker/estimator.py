@@ -74,8 +74,8 @@ class Estimator(TrainingJob):
     """Starts jobs that run a training script on a given set of machines.
 
     The arguments have the same names as in version 2 of the SageMaker SDK and in ``CreateTrainingJob``.
-    Arguments with a help text are also options of ``ringdance sagemaker submit``. See Note [Options from
-    fields].
+    Arguments with a help text are also options of ``ringdance sagemaker submit``.
+    See Note [Options from fields].
 
     Args:
         entry_point: Training script. A path within ``source_dir`` if that is set.
@@ -198,7 +198,8 @@ class Estimator(TrainingJob):
 
         Raises:
             ArgumentError: The inputs cannot be used, or the region is unknown.
-            LaunchError: The role is not an ARN, and ``code_location`` is not set. Roles are not looked up.
+            LaunchError: ``code_location`` is not set, and the role is not an ARN, which names the account of
+                the default bucket. This method does not look up roles.
         """
         region, account = self._find_region(), account_of(self.role)
         bucket = f"sagemaker-{region}-{account}"
