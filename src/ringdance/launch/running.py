@@ -34,7 +34,7 @@ _RANK_FAILED_S = 1.0
 _RANK_KILLED_S = 0.5  # a killed rank cannot have reported why it ended
 _OVER_S = 3.0  # for mpiexec to exit; it sometimes hangs
 _OVER_LATE_S = 0.05  # the same, but after a failure, after mpiexec has exited, or while the job is stopping
-_STOP_S = 0.8  # from a signal until the user is told how long the ranks have to exit
+_STOP_S = 0.8  # from a signal until the user is told how much time the ranks have left
 _TERM_S = 0.2  # from SIGTERM after a failure until the ranks are killed
 
 _OWN_FAILURE_S = 1.0  # for a rank to exit after reporting its own failure; its exit code becomes the job's
@@ -177,7 +177,7 @@ class RunningJob:
         return time.monotonic() < self._cause_awaited_until
 
     def _grace_left(self) -> float:
-        """Return the seconds that ranks still have to exit after a signal, and announce the time limit."""
+        """Return the seconds left for ranks to exit after a signal, and announce the time limit."""
         left = self._shutdown.kill_at - time.monotonic()
         if left <= 0 or self._ranks.idle:
             return 0.0

@@ -18,7 +18,7 @@ class Shutdown:
     """Keeps track of the signals that end a job.
 
     Args:
-        grace: Seconds that ranks have to exit after the first signal.
+        grace: Time in seconds for ranks to exit after the first signal.
 
     Attributes:
         signal: Number of the first signal, or 0. The other attributes are valid only after a signal.

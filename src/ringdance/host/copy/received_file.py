@@ -15,7 +15,7 @@ from ..directories import host_name
 from ..system import linux
 
 DONE = -1
-"""Used instead of the number of bytes that are here if the file is complete."""
+"""Used instead of the number of bytes on this host if the file is complete."""
 
 _READ = 1 << 20
 _CLOSE_NS = 1_000_000  # tolerance for modification times, which some file systems round
@@ -35,7 +35,7 @@ class ReceivedFile:
         changed: Its modification time in ns since the epoch.
 
     Attributes:
-        have: Number of bytes that are here, or ``DONE``.
+        have: Number of bytes on this host, or ``DONE``.
         digest: SHA-256 of the source. Empty until known.
         failed: True once the copy of this file has been abandoned.
     """
@@ -53,7 +53,7 @@ class ReceivedFile:
         self._hash = hashlib.sha256()
 
     def check(self, partials: set[str], digest: str = "") -> int:
-        """Return the number of bytes that are here, or ``DONE``.
+        """Return the number of bytes on this host, or ``DONE``.
 
         Args:
             partials: Names of the partial files in its directory that are left from earlier copies.

@@ -43,7 +43,7 @@ class Record:
         began: Start of the job in seconds since the epoch.
         ended: End of the job in seconds since the epoch, None until then.
         code: Exit code of the job, None until the job has ended.
-        grace: Seconds that ranks have to exit after ``ringdance stop``.
+        grace: Time in seconds for ranks to exit after ``ringdance stop``.
     """
 
     job: str
