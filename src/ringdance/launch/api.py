@@ -47,7 +47,7 @@ def run(
             ``ringdance run``.
         prefix: If True, prefix each output line with its rank.
         start_timeout: Seconds within which all ranks must start.
-        grace: Time in seconds for ranks to exit after Ctrl-C or SIGTERM. A second Ctrl-C ends them at once.
+        grace: Seconds for ranks to exit after Ctrl-C or SIGTERM. A second Ctrl-C ends them immediately.
         verbose: If True, show the steps of the launch.
 
     Returns:
