@@ -14,13 +14,16 @@ _LONGEST = 59  # maximum length of a directory's path, in bytes, so that the pat
 
 
 def bases(environ: Mapping[str, str]) -> list[str]:
-    """Return possible parents of a job directory, best first, as in ``tempfile`` but without the cwd."""
+    """Return possible parents of a job directory, best first.
+
+    They are the same as in ``tempfile``, but without the current directory.
+    """
     named = [environ[name] for name in ("TMPDIR", "TEMP", "TMP") if environ.get(name)]
     return list(dict.fromkeys([*named, "/tmp", "/var/tmp"]))
 
 
 def usable(bases: Iterable[str]) -> tuple[list[str], str]:
-    """Return the directories that can hold a job directory, and the reasons why the others cannot."""
+    """Return the ``bases`` that can hold a job directory, and the reasons why the others cannot."""
     wrong = {base: _unusable(base) for base in bases}
     text = "; ".join(f"{base}: {why}" for base, why in wrong.items() if why)
     return [base for base, why in wrong.items() if not why], text
@@ -85,7 +88,7 @@ OWN_DIRECTORY = "{directory}"
 """Placeholder for the host's ``host_directory()`` in messages to its agent."""
 
 TIMELINE = "timeline."
-"""Prefix of a timeline file in the job's directory, which the launcher receives at the end."""
+"""Prefix of the timeline file's name in the job's directory. The launcher receives the file at the end."""
 
 OUTPUT = "output"
 """Subdirectory of the job directory on other hosts. Its contents go to the launcher's output directory."""

@@ -26,9 +26,9 @@ class _Exit(SystemExit):
 
     def _take(self) -> Any:
         code = _CODE.__get__(self)
-        if sys._getframe().f_back is None:  # otherwise a function has caught it and reads the code
+        if sys._getframe().f_back is None:  # otherwise a function has caught the exception and reads its code
             if code is not None and not isinstance(code, int):
-                with contextlib.suppress(Exception):  # as Python does, but before the job ends
+                with contextlib.suppress(Exception):  # what Python would print, but before the job ends
                     sys.stderr.write(f"{code}\n")
                     code = 1
             _taken.append(code)
@@ -47,7 +47,7 @@ _Exit.__name__ = _Exit.__qualname__ = "SystemExit"  # for logs
 
 
 def _new_exit(*args: Any) -> SystemExit:
-    """Build the exception to raise. Outside the main thread, it is Python's, which ends threads silently."""
+    """Build the exception to raise. Outside the main thread, use SystemExit, which ends threads silently."""
     return (_Exit if threading.current_thread() is threading.main_thread() else SystemExit)(*args)
 
 

@@ -17,7 +17,7 @@ from typing import Any, TextIO, get_args, get_origin
 from ringdance.errors import LaunchError, optional
 
 NO_FORMAT = (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError)
-"""Exceptions that reading raises if the content is not as expected."""
+"""Exceptions that may be raised if a file's content does not have the expected format."""
 _LARGEST = {float: 1e16, int: 2.0**64}  # limits for times in seconds or microseconds, and for counters
 # Plain scalars of YAML 1.2 that are not strings.
 _YAML = {
@@ -28,7 +28,7 @@ _YAML = {
 
 
 def typed(found: dict[str, Any], key: str, kind: Any) -> Any:
-    """Return a value from a JSON object. Raises one of NO_FORMAT if it does not have the type ``kind``."""
+    """Return a value from a JSON object. Raises one of NO_FORMAT if its type is not ``kind``."""
     if not _fits(found[key], kind):
         raise ValueError(f"{key} is not a {kind}")
     return found[key]
@@ -83,12 +83,12 @@ def read_yaml(text: str) -> Any:
 
 
 def open_at_once(path: str, flags: int) -> int:
-    """Open a file without blocking. A FIFO without a reader is an error, so training does not wait for it."""
+    """Open a file without blocking. Raises OSError for a FIFO without a reader, so training never waits."""
     return os.open(path, flags | os.O_NONBLOCK, 0o666)
 
 
 def unique_beside(path: Path, word: str) -> Path:
-    """Return a path in the same directory that no other process uses."""
+    """Return a path in the directory of ``path`` that no other process uses."""
     return path.with_name(f".{path.name}.{word}-{os.uname().nodename}-{os.getpid()}")
 
 
@@ -102,7 +102,7 @@ def sync_path(path: Path) -> None:
 
 
 def whole_text(path: Path) -> AbstractContextManager[TextIO]:
-    """Open a text file for writing, like ``whole_file``."""
+    """Open a text file for writing. Like ``whole_file``, it appears only when it is complete."""
     return whole_file(path, "w", encoding="utf-8", errors="surrogateescape")
 
 

@@ -14,7 +14,7 @@ _ROOT = ""  # prefix of /proc and /sys
 
 
 def raise_open_files(wanted: int) -> int:
-    """Raise the soft limit of open files to ``wanted`` if the hard limit allows it. Return the new limit."""
+    """Raise the soft limit on open files to ``wanted`` if the hard limit allows it. Return the new limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
@@ -47,7 +47,7 @@ def cgroups(controller: str) -> Iterator[str]:
 
 
 def affinity(pid: int = 0) -> set[int]:
-    """Return the cores that a process may run on, or this process's cores if the former are unknown."""
+    """Return the cores that a process may run on. If they are unknown, return this process's cores."""
     try:
         return os.sched_getaffinity(pid)
     except AttributeError:  # not Linux
@@ -57,7 +57,7 @@ def affinity(pid: int = 0) -> set[int]:
 
 
 def quota() -> tuple[float, str]:
-    """Return the lowest CPU quota of this process's cgroups, in cores, and the directory that sets it."""
+    """Return the lowest CPU quota of this process's cgroups, in cores, and the directory of that cgroup."""
     quotas = [(float("inf"), "")]
     for directory in cgroups("cpu"):
         words = words_of(f"{directory}/cpu.max") or [
@@ -82,8 +82,8 @@ def shared_cores(pids: Iterable[int]) -> int:
     """Return this process's share of the cores that it may use. The result may be 0.
 
     Args:
-        pids: Computing processes with the same quota, including this one. Those whose affinity masks have
-            the same cores share them. If a launcher binds ranks to cores, it has already divided the cores.
+        pids: Computing processes with the same quota, including this one. Those whose affinity masks
+            overlap share the common cores. If a launcher binds ranks to cores, it has already divided them.
     """
     masks = [affinity(pid) for pid in pids] or [affinity()]
     own = sum(1 / max(1, sum(core in mask for mask in masks)) for core in affinity())

@@ -24,7 +24,7 @@ AGENT_SPEAKS = b"\n::ringdance-agent::\n"
 def watch(
     selector: selectors.BaseSelector, descriptor: int, event: int, action: Callable[[], Any] | None
 ) -> None:
-    """Register an action for a descriptor, or unregister it if ``action`` is None. May be repeated."""
+    """Register an action for a descriptor, or unregister it if ``action`` is None. Idempotent."""
     known = selector.get_map().get(descriptor) is not None
     if action and not known:
         selector.register(descriptor, event, action)
@@ -80,7 +80,7 @@ class Frames:
 
     Args:
         read, write: Descriptors, which become non-blocking. They may be the same.
-        after: Text that precedes the first message. Earlier text (such as a greeting) goes to ``preamble``.
+        after: Text that precedes the first message. Text before it (such as a greeting) goes to ``preamble``.
     """
 
     _HEAD = struct.Struct("!II")  # sizes of text and payload in bytes
@@ -94,15 +94,15 @@ class Frames:
         os.set_blocking(read, False)
         os.set_blocking(write, False)
         self._held = bytearray()
-        self._text = b""  # of the message whose payload is still incomplete
+        self._text = b""  # text of the message whose payload is still incomplete
         self._payload: list[bytes] = []
         self._outbox: collections.deque[memoryview] = collections.deque()
         self.unsent = 0
-        """Bytes that the peer has not taken yet. Call ``flush()`` to send them."""
+        """Number of bytes that have not been sent yet. Call ``flush()`` to send them."""
         self._lock = threading.Lock()
         self.open = True
         self.shared: tuple[int, int] | None = None
-        """File and byte to lock while part of a message is sent, because the local agent also sends pings."""
+        """File and byte to lock while a message is partly sent, because the local agent also sends pings."""
 
     def send(self, message: dict[str, Any], payload: bytes = b"") -> bool:
         """Send a message. A large payload is not copied. Returns False if the peer has disconnected."""

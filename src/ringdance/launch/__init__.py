@@ -10,11 +10,11 @@ Processes of a running job::
      │       │   └─ the rank                   the user's program; pipes carry its output to the agent
      │       └─ agent/rsh.py, one per host     run by mpiexec in place of ssh: requests a daemon
      └─ ssh or srun, one per host              the only connection to that host
-         └─ agent, on that host                the same as here
+         └─ agent, on that host                the same as above
              └─ mpiexec's daemon               requested by agent/rsh.py
                  └─ wrapper and rank           as above
 
 The launcher and the agents monitor each other. If one side dies, the survivor kills every process that the
-job started on its host and removes the job's files. ``plan.py`` has no side
-effects: it only builds a description of what to start.
+job started on its host and removes the job's files. ``plan.py`` has no side effects: it only builds a
+description of what to start.
 """

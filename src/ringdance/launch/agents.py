@@ -15,9 +15,9 @@ from ringdance.launch.hosts import counted
 from ringdance.launch.remote.connect import Remote, close_all
 
 _PING_S = 0.5
-# Checks are normally _PING_S apart. A gap this long means that this process was suspended.
+# Hosts are normally checked every _PING_S. A gap this long means that this process was suspended.
 _SLEPT_S = 2.0
-_LATE_S = 1.5  # a host that has been silent for this long may be lost; wait until that is known
+_LATE_S = 1.5  # a host that has been silent for this long may be lost; wait until this is certain
 # Silence this long is reported to the user. Once the job has failed, it also ends the wait for the host.
 _SHOWN_S = 6.0
 _CHECK_S = 0.02  # minimum interval between checks of the hosts

@@ -43,9 +43,10 @@ class Cause:
         host: Name of the failed process's machine.
         pid: ID of the failed process.
         time: Time of the failure in seconds since the epoch.
-        kind: "exception", "exit" (ended early), "code", "peer" (ended by the MPI library), "signal", "ended"
-            (by mpiexec), "early", "vanished", "launcher", or "daemon" (mpiexec's daemon on another host
-            exited). If the cause reports another rank's failure: "lost" or "stall".
+        kind: "exception", "exit" (ended early), "code" (exited with an error code), "peer" (ended by the MPI
+            library), "signal", "ended" (by mpiexec), "early" (exited with code 0 while others were running),
+            "vanished" (without a report), "launcher", or "daemon" (mpiexec's daemon on another host exited).
+            If the cause reports another rank's failure: "lost" or "stall".
         message: Description in one line.
         traceback: Traceback, if there is one.
         code: Exit code for the job, if the kind is "launcher".
@@ -214,7 +215,7 @@ def judge(
     candidates = [*causes.values(), *outside, *_early(causes, ended)]
     first = min(candidates, key=lambda cause: (_weight(cause), cause.time))
     if first.kind == "exception" and first.rank is not None:
-        # If all ranks raise the same error, it is random which one reports it first. Prefer the lowest rank.
+        # If several ranks raise the same error, any of them may report it first. Prefer the lowest rank.
         alike = [own for own in causes.values() if own.same(first) and own.time - first.time < _LATE_S]
         first = min(alike, key=lambda cause: cause.rank or 0)
     # Ignore reports that a rank ended by the launcher has died: the reporting rank only guesses the reason.

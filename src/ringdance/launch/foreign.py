@@ -34,11 +34,11 @@ _ROWS = (
     ("network-interfaces iface", "--network-interface", "write --network-interface A,B"),
     ("m module", "--detach", "write python -m MODULE as the command, after all options"),
 )  # fmt: skip
-"""Option names without dashes; an option that the command must have for the advice to apply; the advice."""
+"""Each row: option names without dashes, an option that our command must have, and the advice."""
 
 
 def answer(name: str, known: Container[str]) -> str:
-    """Return a suggestion for replacing another launcher's option, or "" if there is none.
+    """Return a suggestion for replacing another launcher's option, or an empty string if there is none.
 
     Args:
         name: Name of the option without leading dashes, and with "_" replaced by "-".

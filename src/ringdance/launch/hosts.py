@@ -48,7 +48,7 @@ class HostFacts:
 
     @property
     def visible(self) -> Sequence[str]:
-        """GPUs that are visible to processes. As in CUDA, an invalid entry hides all entries after it."""
+        """GPUs visible to processes. As in CUDA, an invalid ``visible_devices`` entry hides later ones."""
         if self.visible_devices is None:
             return self.devices
         known = ("GPU-", "MIG-", *map(str, range(len(self.devices))))
@@ -136,7 +136,7 @@ def assign_ranks(ranks: int, hosts: HostList) -> tuple[Host, ...]:
 
 
 def rank_numbers(hosts: Sequence[Host]) -> list[dict[str, int]]:
-    """Return each rank's numbers. The cross rank is its index among the ranks with the same local rank."""
+    """Return the numbers of each rank. Its cross rank is its index among ranks with the same local rank."""
     columns = Counter(local_rank for host in hosts for local_rank, _ in enumerate(host.ranks))
     size, before, places = columns.total(), Counter[int](), []
     for host in hosts:

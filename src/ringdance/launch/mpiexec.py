@@ -14,7 +14,7 @@ from ringdance.launch.output.stream import MpiexecOutput, Sink
 from ringdance.launch.plan import Plan
 
 _SHIM = "ssh"
-"""Name of the file in the job's directory that mpiexec runs as ssh. Used in ``session_environment()`` too."""
+"""Name of the file in the job's directory that mpiexec runs as ssh. ``session_environment()`` uses it too."""
 
 
 class Mpiexec:

@@ -46,7 +46,7 @@ class Parser(argparse.ArgumentParser):
         return parsed, rest
 
     def _foreign(self, words: Sequence[str]) -> list[str]:
-        """Return options of other launchers, or with the wrong dashes, that precede the command."""
+        """Return the options before the command that have the wrong dashes or belong to other launchers."""
         known, foreign, values = self._option_string_actions, list[str](), 0
         has_command = any(action.nargs in _COMMAND for action in self._get_positional_actions())
         for word in words:
@@ -59,20 +59,20 @@ class Parser(argparse.ArgumentParser):
                 count = 1 if action.nargs is None else action.nargs
                 values = count if isinstance(count, int) and not equals else 0
             elif any(name.startswith(option) for name in known) and (self.allow_abbrev or option[1:2] != "-"):
-                values = 1  # argparse parses it as that option
+                values = 1  # an abbreviation, which argparse expands
             elif self._own(option) or answer(_plain(option), known):
                 foreign.append(option)
                 values = not equals
         return foreign
 
     def _own(self, option: str) -> str:
-        """Return this parser's option that differs from ``option`` only in dashes, or "" if there is none."""
+        """Return this parser's option that differs from ``option`` only in dashes, if any, otherwise ""."""
         bare = _plain(option).replace("-", "")
         same = (name for name in self._option_string_actions if _plain(name).replace("-", "") == bare)
         return next(same, "") if len(bare) > 1 else ""
 
     def _hint(self, option: str) -> str:
-        """Return a suggestion for replacing an unknown option, or "" if there is none."""
+        """Return a suggestion for replacing an unknown option, or an empty string if there is none."""
         known = self._option_string_actions
         if not (meant := self._own(option)) and (text := answer(_plain(option), known)):
             return text
@@ -102,7 +102,7 @@ def _plain(option: str) -> str:
 
 
 def rank_count(text: str) -> int:
-    """Parse the value of ``-n 2``. Also accepts ``-np2``, which argparse parses as ``-n p2``."""
+    """Parse the value of ``-n``. Also accepts ``p2``, because argparse parses ``-np2`` as ``-n p2``."""
     try:
         return int(text.removeprefix("p"))
     except ValueError:

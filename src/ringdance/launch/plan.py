@@ -105,7 +105,7 @@ class Plan:
 
     def forwarded(self, own: Mapping[str, str]) -> dict[str, str]:
         """Return the variables for ranks on other hosts, from the launcher's environment ``own``."""
-        hidden = of_a_step(own) if self.spec.shell.method == "srun" else {}  # srun forwards all others
+        hidden = of_a_step(own) if self.spec.shell.method == "srun" else {}  # srun itself forwards all others
         return self.environ(hidden | forwarded(own, self.spec.forward))
 
     def describe(self, own: Mapping[str, str] | None = None) -> str:
@@ -297,7 +297,7 @@ def _informed(host: Host, facts: Mapping[str, HostFacts], networks: Networks, co
 
 
 def _master_address(host: Host, facts: Mapping[str, HostFacts], networks: Networks) -> str:
-    """Return rank 0's host for torch.distributed: its address in a shared network, or else its name."""
+    """Return the address of rank 0's host in a shared network, or else its name, for torch.distributed."""
     known = facts.get(host.name)
     for net, (interface, address) in addresses(known).items() if known else ():
         if net in networks.include or interface in networks.include:

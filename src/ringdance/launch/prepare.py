@@ -18,7 +18,7 @@ from ringdance.launch.plan import Plan, build_plan
 from ringdance.launch.remote.connect import PIPES, Remote, allow_open_files, close_all, connect
 from ringdance.launch.spec import JobSpec, check_machine, script_of
 
-_FOR_RANK = 4  # file descriptors per rank in this host's agent: connection and output
+_FOR_RANK = 4  # file descriptors that this host's agent needs per rank, for connection and output
 _RECORDS = "RINGDANCE_FLIGHT_RECORDER_DIR"
 
 Log = Callable[[str], None]
@@ -111,7 +111,7 @@ def prepare(
 def _exports(spec: JobSpec, rank_0_here: bool) -> dict[str, str]:
     """Return the variables for all ranks: the user's, and the paths of further output files."""
     exports = dict(spec.exports)
-    if spec.output_directory:  # also for records of failing ranks, and for metrics
+    if spec.output_directory:  # also the default directory for the flight recorder and metrics
         for name in (_RECORDS, METRICS_DIR):
             if name not in os.environ:
                 exports.setdefault(name, os.path.abspath(spec.output_directory))

@@ -64,7 +64,7 @@ class RankTable:
         self.alone: dict[int, str] = {}  # framework by rank, for ranks that have not called init()
 
     def add(self, link: RankLink, hello: Mapping[str, Any]) -> str:
-        """Let a rank start. Returns the reason if it must not start, otherwise "".
+        """Add a rank and let it start. Returns the reason if it must not start, otherwise an empty string.
 
         Args:
             link: Connection to the rank's wrapper.
@@ -148,7 +148,7 @@ class RankTable:
 
     @property
     def signals_ended_failed(self) -> bool:
-        """True if every failed rank was ended by a signal that asks it to exit."""
+        """True if every failed rank was ended by a signal that asks processes to exit."""
         ends = [rank.ended for rank in self._ranks.values() if rank.ended and rank.ended.failed]
         return all(end.code is not None and {-end.code, end.code - 128} & set(STOPPING) for end in ends)
 

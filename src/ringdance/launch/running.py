@@ -28,13 +28,13 @@ from ringdance.launch.states import CLEANING, ENDING, LIMITS, WELL, Event, Stage
 # Seconds from an event to the deadline of the state that the event leads to:
 _FAILED_S = 0.1
 _MPIEXEC_EXITED_S = 0.3  # the ranks' reports may still be unread in the sockets
-# The other ranks get this long to report their view. The launcher may also receive the signal that ended the
-# rank a little later.
+# The other ranks get this long to report what they saw. The launcher may also receive the signal that ended
+# the rank a little later.
 _RANK_FAILED_S = 1.0
-_RANK_KILLED_S = 0.5  # this rank cannot have reported why it ended
+_RANK_KILLED_S = 0.5  # a killed rank cannot have reported why it ended
 _OVER_S = 3.0  # for mpiexec to exit; it sometimes hangs
 _OVER_LATE_S = 0.05  # the same, but after a failure, after mpiexec has exited, or while the job is stopping
-_STOP_S = 0.8  # from a signal until the user is told how long the ranks have to exit
+_STOP_S = 0.8  # from a signal until the user is told how much time the ranks have left
 _TERM_S = 0.2  # from SIGTERM after a failure until the ranks are killed
 
 _OWN_FAILURE_S = 1.0  # for a rank to exit after reporting its own failure; its exit code becomes the job's
@@ -150,7 +150,7 @@ class RunningJob:
             self._handle(Event.TIMEOUT, _TERM_S)
 
     def _extension(self) -> float:
-        """Return the seconds by which to extend the state's deadline, 0 or less if there is no reason to."""
+        """Return the seconds by which to extend the state's deadline. 0 or less means no extension."""
         state = self._stage.state
         if state in (State.CLEANING_REMOTE, State.CLEANING_LOCAL):
             # Agents may still be sending results and output, which may be large.
@@ -177,7 +177,7 @@ class RunningJob:
         return time.monotonic() < self._cause_awaited_until
 
     def _grace_left(self) -> float:
-        """Return the seconds that ranks still have to exit after a signal, and announce the time limit."""
+        """Return the seconds left for ranks to exit after a signal, and announce the time limit."""
         left = self._shutdown.kill_at - time.monotonic()
         if left <= 0 or self._ranks.idle:
             return 0.0
@@ -285,7 +285,7 @@ class RunningJob:
         # Open MPI's daemon exits only after its ranks have exited, or because of an earlier failure.
         running = self._ranks.connected and not self._ranks.completed and self._stage.state not in ENDING
         if code and running and self._plan.mpi.family == "openmpi":
-            before = self._ranks.ended_by_mpiexec(host.ranks)  # these were ended by this daemon
+            before = self._ranks.ended_by_mpiexec(host.ranks)  # these ranks were ended by this daemon
             why = f"mpiexec's daemon (prted) exited with code {code} while ranks were running. Was it killed?"
             self._fail(f"{self._plan.named(host.name)}: {why}", 1, "daemon", min([when, *before]))
 

@@ -18,10 +18,10 @@ class Shutdown:
     """Keeps track of the signals that end a job.
 
     Args:
-        grace: Seconds that ranks have to exit after the first signal.
+        grace: Time in seconds for ranks to exit after the first signal.
 
     Attributes:
-        signal: The first signal, or 0. The other attributes are valid only after a signal.
+        signal: Number of the first signal, or 0. The other attributes are valid only after a signal.
         came: Time of the first signal (``time.monotonic()``).
         kill_at: Time at which ranks that are still running are killed.
         caused_failures: True if the signal may have caused the failures recorded before it.
@@ -34,7 +34,7 @@ class Shutdown:
         self.caused_failures = True
 
     def add(self, number: int, latest: float, caused_failures: bool) -> None:
-        """Record a signal. The first gives ranks time until ``latest`` at most. A later SIGINT ends it."""
+        """Record a signal. The first sets ``kill_at`` (``latest`` at most). A later SIGINT ends the wait."""
         now = time.monotonic()
         if not self.signal:
             self.signal, self.came, self.caused_failures = number, now, caused_failures

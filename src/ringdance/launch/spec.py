@@ -43,15 +43,15 @@ class JobSpec:
         shell: How to reach other hosts, unless a scheduler defines it.
         interfaces: Names of the network interfaces to use. If empty, use the ones that connect all hosts.
         chdir: Working directory of the ranks, used on this host only if it exists. Default: the launcher's.
-        check: If True, query other hosts before planning. Required to start the job.
+        check: If True, query other hosts before planning. Must be True to start the job.
         exports: Variables to set for the ranks.
         forward: If True, ranks on other hosts get the launcher's variables, otherwise only settings.
         style: Format of the ranks' output lines.
         output_directory: Directory for a copy of each rank's output, if any.
         timeline: File for a timeline of all ranks, if any.
-        start_timeout: Time limit in seconds, both for all hosts to answer and then for all ranks to start.
+        start_timeout: Seconds within which all hosts must answer, and then as long for all ranks to start.
         heartbeat_timeout: Seconds without a heartbeat after which a host is considered lost.
-        grace: Seconds that ranks have to exit after a signal to the launcher. A second SIGINT ends them
+        grace: Time in seconds for ranks to exit after a signal to the launcher. A second SIGINT ends them
             immediately.
         verbose: If True, show the steps of the launch.
         binding: mpiexec options for binding. They replace the default of not binding ranks to cores.

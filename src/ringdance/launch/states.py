@@ -14,7 +14,7 @@ class State(Enum):
     PREPARING = auto()  # agents create the job's directories
     STARTING = auto()  # mpiexec is running, but some ranks have not started
     RUNNING = auto()  # all ranks have started
-    FAILED = auto()  # something has failed; the other ranks have a moment to report their view
+    FAILED = auto()  # something has failed; the other ranks have a moment to report what they saw
     ENDED = auto()  # all ranks have exited; mpiexec may still be running
     STOPPING = auto()  # ranks have received SIGTERM
     CLEANING_REMOTE = auto()  # agents on other hosts end all processes and remove all files

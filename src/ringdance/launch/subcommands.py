@@ -13,10 +13,10 @@ class Subcommand(NamedTuple):
     """One subcommand.
 
     Attributes:
-        run: Runs it and returns the exit code.
-        help: Describes it in one line.
-        add_arguments: Adds its arguments to a parser.
-        epilog: Text at the end of its help, such as examples.
+        run: Function that runs the subcommand and returns the exit code.
+        help: One-line description.
+        add_arguments: Function that adds the subcommand's arguments to a parser.
+        epilog: Text at the end of the subcommand's help, such as examples.
     """
 
     run: Callable[[argparse.Namespace], int]

@@ -46,7 +46,7 @@ def show_outcome(outcome: Verdict | int, prepared: PreparedJob, screen: Screen) 
 
 
 def _waits(descriptor: int) -> bool:
-    """Return True if a file has bytes to read, or if a pipe already contains some."""
+    """Return True if a file or pipe has data that can be read now."""
     try:
         return any(fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4)))
     except OSError:  # /dev/null

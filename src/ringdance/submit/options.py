@@ -31,10 +31,10 @@ def option(
     key: str = "",
     **arguments: Any,
 ) -> Any:
-    """Declare a dataclass field that is a command-line option.
+    """Declare a dataclass field that is also a command-line option.
 
     Args:
-        help: Help text. The default is appended.
+        help: Help text. The default value is appended to it.
         default: Value if the option is not set. False declares a flag that takes no value. ``list`` or
             ``dict`` declares an option that may be repeated.
         flags: Names of the option. Default: the field's name. A name without dashes is positional.
@@ -42,7 +42,7 @@ def option(
         minimum: Smallest valid number.
         pattern: Regular expression that must match the entire text.
         form: Description of the required form, for the error message.
-        key: Path of the value in a request to a service.
+        key: Path of the value in the request that is sent to a cloud service.
         **arguments: Further arguments for ``add_argument``.
     """
     if default is False:
@@ -67,7 +67,7 @@ def option(
 
 
 def _options(kind: Any) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
-    """Yield each option among a dataclass's fields: its name, its flag for messages and its declaration."""
+    """Yield the name, the flag for messages and the declaration of each field that is an option."""
     for item in dataclasses.fields(kind):
         if "flags" in item.metadata:
             yield item.name, [f"--{item.name.replace('_', '-')}", *item.metadata["flags"]][-1], item.metadata
@@ -83,7 +83,7 @@ def add_options(parser: argparse.ArgumentParser, kind: type) -> None:
 
 
 def from_arguments(kind: type[T], arguments: argparse.Namespace, **more: Any) -> T:
-    """Create a ``kind`` object from parsed arguments. ``more`` sets further fields."""
+    """Create an instance of ``kind`` from parsed arguments. ``more`` sets further fields."""
     values = {name: known["convert"](getattr(arguments, name)) for name, _, known in _options(kind)}
     return kind(**values | more)
 

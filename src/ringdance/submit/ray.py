@@ -38,7 +38,7 @@ class RaySettings:
 
 
 class RayExecutor:
-    """Long-lived ranks on a Ray cluster that run functions.
+    """Long-lived ranks on a Ray cluster. They run the functions that are passed to the executor's methods.
 
     Args:
         settings: The result of ``create_settings``.
@@ -106,7 +106,7 @@ class RayExecutor:
         placement_group_timeout_s: float = 100,
         nics: Any = None,
     ) -> RaySettings:
-        """Create the settings for an executor. The parameters for ssh have no effect: ssh is not used.
+        """Create the settings for an executor. The ssh parameters have no effect, because ssh is not used.
 
         Args:
             timeout_s: Seconds within which all ranks must start.
@@ -228,7 +228,7 @@ class RayExecutor:
         return [self._call(rank, kind, payload) for rank in range(max(len(self._by_rank), 1))]
 
     def _wait(self, references: list[Any]) -> list[Any]:
-        """Wait for the results and return them.
+        """Wait for the results behind the Ray object references, and return them.
 
         The first failure shuts down all ranks, because others may be waiting for the failed rank.
 
@@ -267,15 +267,15 @@ class RayExecutor:
     def run_remote(
         self, fn: Callable[..., Any], args: _Args = None, kwargs: _Kwargs = None, callbacks: Any = None
     ) -> list[Any]:
-        """Like ``run``, but immediately return Ray object references to the results, in rank order."""
+        """Like ``run``, but return immediately, with Ray object references to the results in rank order."""
         return self._all("run", _pack(fn, args, kwargs))
 
     def execute(self, fn: Callable[[Any], Any], callbacks: Any = None) -> list[Any]:
-        """Call ``fn(instance)`` on all ranks, each with its instance from ``start()``. Return the results."""
+        """Call ``fn(instance)`` on each rank with its instance from ``start()``. Return the results."""
         return self._wait(self._all("execute", _pack(fn)))
 
     def execute_single(self, fn: Callable[[Any], Any]) -> Any:
-        """Call ``fn(instance)`` only on rank 0, with its instance from ``start()``. Return the result."""
+        """Like ``execute``, but call ``fn(instance)`` only on rank 0, and return its result."""
         return self._wait([self._call(0, "execute", _pack(fn))])[0]
 
     def shutdown(self) -> None:

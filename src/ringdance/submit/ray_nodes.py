@@ -32,11 +32,11 @@ from ringdance.launch.spec import JobSpec
 from ringdance.submit.ray_rank import address
 
 _COMMAND = [sys.executable, "-m", "ringdance.submit.ray_rank"]
-_VERDICT_S = 6.0  # time within which a job ends after losing a rank
+_VERDICT_S = 6.0  # time for a job to end after it has lost a rank
 
 
 class Node:
-    """An actor that holds the resources for some ranks. The first actor on a machine serves all its ranks."""
+    """An actor that holds the resources for some ranks. The first actor on each machine serves its ranks."""
 
     def __init__(self) -> None:
         self._ranks: dict[int, tuple[Connection[Any, Any], threading.Lock]] = {}
@@ -55,7 +55,7 @@ class Node:
     def run_job(
         self, job: str, hosts: Sequence[tuple[str, int]], peers: Mapping[str, Any], ip: str, timeout: float
     ) -> str:
-        """Run the job until all ranks have exited. Returns why it failed, or "".
+        """Run the job until all ranks have exited. Returns the reason if it failed, else an empty string.
 
         Args:
             job: Job ID.
@@ -93,7 +93,7 @@ class Node:
     def connect_ranks(
         self, job: str, ranks: Sequence[int], setup: Mapping[str, Any], seconds: float
     ) -> list[int]:
-        """Wait for this machine's ranks to listen, and send them ``setup``. Returns the missing ranks."""
+        """Connect to this machine's ranks and send them ``setup``. Returns ranks that cannot be reached."""
         until, missing = time.monotonic() + seconds, list(ranks)
         directories = [host_directory(base, job) for base in bases(os.environ)]
         while missing and time.monotonic() < until and not self._over.is_set():
@@ -134,7 +134,7 @@ class Node:
         return next((f": {cause.message}" for cause in causes if cause.rank == rank), "")
 
     def close(self, seconds: float) -> None:
-        """Close the connections, so that this machine's ranks exit. If the job runs here, await its end."""
+        """Close the connections, so that the ranks here exit. Await the job's end if it runs here."""
         for connection, _ in self._ranks.values():
             connection.close()
         if self._outcome is None:
@@ -142,7 +142,7 @@ class Node:
 
 
 def _connect(hosts: Sequence[str], peers: Mapping[str, Any], ip: str) -> list[Remote]:
-    """Let the actors on other machines start agents, and accept the agents' connections.
+    """Have the actors on other machines start agents, and accept the agents' connections.
 
     Raises:
         LaunchError: An agent does not connect.

@@ -17,7 +17,7 @@ class Heartbeats:
     """Pings other agents even while the launcher is stopped or is waiting for a slow reader.
 
     Args:
-        lock: Descriptor of a file. The launcher locks byte n of the file while sending a message to agent n.
+        lock: Descriptor of the lock file. The launcher locks byte n of it while sending a message to agent n.
         connections: Descriptors of the connections to the agents, by number.
     """
 
@@ -25,7 +25,7 @@ class Heartbeats:
         self._lock, self._connections, self._next = lock, connections, 0.0
 
     def send(self) -> float | None:
-        """Ping if a ping is due. Returns the seconds until the next one, or None without other agents."""
+        """Ping the agents if a ping is due. Returns the seconds until the next ping, None without agents."""
         now = time.monotonic()
         if self._connections and now >= self._next:
             self._next = now + _PING_S

@@ -12,8 +12,8 @@ In a job on one host, no such connection is legitimate.
 The defense: ``pidfd_getfd()`` duplicates mpiexec's sockets into the agent, which is its parent.
 SO_BINDTODEVICE then restricts them to the device "lo", and the kernel delivers nothing to them from other
 devices. The option belongs to the socket, not to the descriptor, so it applies to mpiexec too. mpiexec opens
-its sockets before it starts a rank. Until then the agent repeats this every 10 ms (programs.py), so a new
-socket can be reached from outside for at most that long.
+its sockets before it starts a rank. Until then the agent repeats these steps every 10 ms (programs.py), so a
+new socket can be reached from outside for at most that long.
 
 If the kernel refuses (before Linux 5.7, or in a sandbox that forbids ``pidfd_getfd()``), ``restrict()``
 raises OSError. The agent does not try again, and sends the launcher a note, which ``--verbose`` shows. The
@@ -43,12 +43,12 @@ def restrict(pid: int) -> None:
 
 
 def device_of(sock: socket.socket) -> str:
-    """Return the network device to which a socket is bound, or an empty string if it uses all devices."""
+    """Return the network device to which a socket is bound, or an empty string if it is not bound to one."""
     return sock.getsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, 16).strip(b"\0").decode()
 
 
 def listening_sockets(pid: int) -> Iterator[socket.socket]:
-    """Yield the TCP sockets on which another process listens. Each is open until the next is requested.
+    """Yield the TCP sockets on which another process listens. Each is closed when the next is requested.
 
     Raises:
         OSError: The kernel or a sandbox forbids it, as for ``restrict()``.
@@ -81,7 +81,7 @@ def listening_sockets(pid: int) -> Iterator[socket.socket]:
 
 
 def _take(process: int, descriptor: int) -> int:
-    """Return our own descriptor for a file that is open in another process."""
+    """Duplicate a descriptor of another process, which is given as a pidfd, into this process."""
     import ctypes
 
     ours = int(ctypes.CDLL(None, use_errno=True).syscall(_PIDFD_GETFD, process, descriptor, 0))

@@ -3,7 +3,7 @@
 The agent creates the job's directories, starts mpiexec or the commands that mpiexec needs on this host, and
 forwards the ranks' reports and output (wrappers.py). It ends every process of the job and removes the job's
 files when the launcher asks for it, when the connection is closed, or when the launcher has been silent for
-too long. If the agent is killed, a process that it has forked takes over (``Cleanup.fork_backup()``).
+too long. If the agent is killed, a process that it forked earlier takes over (``Cleanup.fork_backup()``).
 Standard library only.
 
 Messages (``host.messages.Frames``) travel over stdin and stdout. From the launcher:
@@ -11,7 +11,7 @@ Messages (``host.messages.Frames``) travel over stdin and stdout. From the launc
 ``{"to": connection of a rank, "message"}``; ``{"ping"}``;
 ``{"clean", "failed", "results"}``; and the messages of tasks.py.
 To the launcher: ``{"facts"}``; ``{"ready", "problem", "port"}``; ``{"from": connection, "message"}``;
-``{"from", "stream": 0 or 1}`` with bytes (none at its end); ``{"from", "closed"}``;
+``{"from", "stream": 0 or 1}`` with bytes (empty at the stream's end); ``{"from", "closed"}``;
 ``{"output"}`` with bytes; ``{"exited": n, "pid", "code", "time"}``; ``{"died": pid, "name", "signal"}``;
 ``{"note"}``; ``{"pong"}``; ``{"file": name, "last"}`` with bytes; ``{"cleaned": bool}``.
 """
@@ -51,7 +51,7 @@ _FULL_LOCAL = 1 << 18
 _DRAIN_S = 3.0
 _ANSWER_S = 0.5
 _SLEPT_S = 2.0  # the loop runs every half second or so; a longer gap means this process was stopped
-_RESULT_BYTES = 1 << 20  # size of the parts in which a result file is sent
+_RESULT_BYTES = 1 << 20  # chunk size for sending result files
 _SET = "Set TMPDIR, where the job is started, to a directory that is writable on all hosts"
 _RESULT = re.compile(r"result\.\d+\.pkl")
 _SHELL_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")  # a shell drops variables with other names
@@ -77,7 +77,7 @@ class _Agent:
         self._tasks: Any = None
         self._port = 0  # for MASTER_PORT
         self._heard = self._answered = self._turned = time.monotonic()
-        self._timeout: float | None = None  # maximum silence of the launcher
+        self._timeout: float | None = None  # seconds for which the launcher may be silent
         self._full = self._over = False
         self._wake = linux.wake_on_signals()
 
@@ -115,7 +115,7 @@ class _Agent:
         return limit is not None and now - self._heard > limit
 
     def _check_fullness(self) -> None:
-        """Stop reading the ranks' output while the launcher reads nothing. Send unsent data once it reads."""
+        """Stop reading the ranks' output while the launcher is too far behind. Send unsent data to it."""
         unsent = self._launcher.unsent
         watch(self._selector, 1, selectors.EVENT_WRITE, self._launcher.flush if unsent else None)
         full = unsent > (_FULL_LOCAL if self._local else _FULL)
@@ -128,7 +128,7 @@ class _Agent:
     def _from_launcher(self) -> None:
         messages, alive = self._launcher.receive()
         self._heard = now = time.monotonic()
-        # While the launcher is sending a large file, its pings wait behind it. Answer before reading them.
+        # The launcher's pings queue behind a large file that it is sending. Answer them before they arrive.
         if self._timeout is not None and now - self._answered > _ANSWER_S:
             self._launcher.send({"pong": True})
             self._answered = now
@@ -156,13 +156,13 @@ class _Agent:
 
     def _do(self, message: dict[str, Any], payload: bytes) -> None:
         if self._tasks is None:
-            from .tasks import Tasks  # imported late, so that a job's start does not wait for its imports
+            from .tasks import Tasks  # imported late, so that its imports do not delay a job's start
 
             self._tasks = Tasks(self._launcher, self._selector)
         self._tasks.take(message, payload)
 
     def _prepare(self, message: dict[str, Any]) -> str:
-        """Create the job's directories and listen. Return the problem, or an empty string."""
+        """Create the job's directories and listen for wrappers. Return a problem, or an empty string."""
         cwd, self._timeout = message["cwd"], message["heartbeat_timeout"]
         if not os.path.isdir(cwd):
             return (
@@ -186,7 +186,7 @@ class _Agent:
         except OSError as error:
             return f"the job's directory {self._directory} cannot be created: {error.strerror}. {_SET}"
         self._port_lock, self._port = free_port()
-        # The launcher's settings override the login's settings on this host.
+        # The launcher's settings override the settings of the login environment on this host.
         settings = {
             name: text.replace(OWN_DIRECTORY, self._directory)
             for name, text in message["environ"].items()
@@ -239,7 +239,7 @@ class _Agent:
         self._drain(0)
 
     def _results(self, wanted: bool) -> list[tuple[str, BinaryIO]]:
-        """Open the files to send to the launcher before they are removed. Skip results unless ``wanted``."""
+        """Open the files to send to the launcher before they are removed. Omit results unless ``wanted``."""
         names = sorted(os.listdir(self._directory)) if os.path.isdir(self._directory) else []
         kept = [name for name in names if name.startswith(TIMELINE) or (wanted and _RESULT.fullmatch(name))]
         for place, _, files in os.walk(os.path.join(self._directory, OUTPUT)):
@@ -256,7 +256,7 @@ class _Agent:
             self._launcher.flush()
             if self._launcher.unsent < unsent:
                 until = time.monotonic() + _DRAIN_S
-            elif self._local:  # a local launcher's exit would be noticed, so the reader is only slow
+            elif self._local:  # the exit of a local launcher would be noticed, so it is only slow
                 continue
             elif time.monotonic() > until and (self._timeout is None or self._launcher_is_silent()):
                 return False
@@ -266,12 +266,13 @@ class _Agent:
 def main(arguments: list[str]) -> None:
     """Run an agent. ``arguments`` are the descriptors for ``_Agent``, or empty."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        # A signal to all processes of a user, session or container also reaches the launcher, which decides.
-        # Use a handler, because the programs that are started here would inherit an ignored signal.
+        # A signal to all processes of a user, session or container also reaches the launcher, which decides
+        # what to do.
+        # Install a handler instead of ignoring the signal, because programs started here would inherit that.
         signal.signal(number, lambda *_: None)
     linux.adopt_orphans()
     # Nothing else may write to the descriptor for messages.
     os.write(1, AGENT_SPEAKS)
     sys.stdout = sys.stderr
     _Agent([int(word) for word in arguments]).run()
-    os._exit(0)  # a scan of another process may still be blocked (cleanup.py)
+    os._exit(0)  # a thread that inspects another process may still be blocked (cleanup.py)

@@ -1,4 +1,4 @@
-"""Command lines of our processes, including on hosts where paths differ from the launcher's.
+"""Command lines of our processes, including those for hosts whose paths differ from the launcher's.
 
 mpiexec starts the same command line on all hosts. If paths differ between hosts, it is a shell command with
 variables that the agent on each host sets. Standard library only.
@@ -55,7 +55,7 @@ def launcher_paths() -> dict[str, str]:
 
 
 def variables(cwd: str, launcher: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return variables for the wrappers of this host's ranks.
+    """Return environment variables for the wrappers of this host's ranks.
 
     Args:
         cwd: The ranks' working directory on this host.
@@ -93,7 +93,7 @@ def translated_command(command: str, launcher: Mapping[str, str]) -> str:
 
 
 def enter(environ: MutableMapping[str, str], command: list[str]) -> list[str]:
-    """Enter the rank's directory in its wrapper. Return the command with this host's interpreter.
+    """Change to the rank's working directory. Return ``command`` with this host's interpreter.
 
     Raises:
         OSError: The directory does not exist.

@@ -20,12 +20,12 @@ from . import paths
 from .loopback import restrict
 
 _DAEMONS = ("prted", "orted", "hydra", "pmi_proxy")
-_DAEMON_PATH = re.compile(r"(?:^|(?<=;))(?=\"?/[^\s;=]* )")  # where the path starts in the shell command
-# Runs a program with these signals blocked. See Note [Signals to all processes]. Open MPI replaces handlers
-# and ignored signals, but leaves blocked signals blocked. A shell unblocks them.
+_DAEMON_PATH = re.compile(r"(?:^|(?<=;))(?=\"?/[^\s;=]* )")  # start of the daemon's path in the shell command
+# Runs a program with SIGHUP, SIGINT and SIGTERM blocked. See Note [Signals to all processes]. Open MPI
+# replaces handlers and ignored signals, but leaves blocked signals blocked. A shell unblocks them.
 _BLOCK = "import os,signal,sys;signal.pthread_sigmask(0,(1,2,15));os.execv(sys.argv[1],sys.argv[1:])"
 _DEAF = [sys.executable, "-I", "-S", "-c", _BLOCK]
-_RESTRICT_S = 0.01  # between scans for new sockets of mpiexec, until its first rank runs
+_RESTRICT_S = 0.01  # interval between scans for new sockets of mpiexec, until its first rank runs
 
 
 class Programs:
@@ -122,7 +122,7 @@ class Programs:
                 pass
 
     def reap(self) -> None:
-        """Collect the exit status of all dead children, including adopted ones. Reports the relevant ones."""
+        """Collect the exit status of all dead children, including adopted ones. Report the relevant ones."""
         with contextlib.suppress(ChildProcessError):
             while dead := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
                 name = linux.name_of(dead.si_pid)
@@ -138,5 +138,5 @@ class Programs:
             if pid == self._restricted:
                 self.restricting = None
             self._launcher.send({"exited": number, "pid": pid, "code": code, "time": time.time()})
-        if code < 0 and name.startswith(_DAEMONS):  # all other processes are the user's
+        if code < 0 and name.startswith(_DAEMONS):  # all other processes belong to the user
             self._launcher.send({"died": pid, "name": name, "signal": -code})

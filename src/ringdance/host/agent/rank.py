@@ -3,12 +3,12 @@
 It finds the socket of its host's agent (main.py) by the job's ID. There are two processes. mpiexec knows only
 the front and may SIGKILL it at any moment (Hydra does so as soon as a rank aborts). The supervisor outlives
 the front long enough to end the rank and to report. The rank's stdout and stderr are pipes whose read ends
-are sent over that socket, so that output can be assigned to its rank with every MPI library. Standard library
-only. A start takes 30 ms.
+are sent over the socket, so that output can be assigned to its rank with every MPI library. Standard library
+only. The wrapper starts in about 30 ms.
 
 Supervisor to launcher: ``{"rank", "size", "host"}`` with stdout and stderr to read, then
 ``{"pid", "time"}``, ``{"stopped": signal}`` when the rank is stopped, then ``{"ended": exit code or -signal,
-"time": since the epoch, "by_mpiexec": did mpiexec end it, "why": evidence of why a signal was sent}``.
+"time": seconds since the epoch, "by_mpiexec": true if mpiexec ended it, "why": evidence for a signal}``.
 Launcher to supervisor: ``{"go": the rank's numbers, "port": MASTER_PORT}`` with a descriptor of the rank's
 stdin. To this message, the agent adds ``"environ"``: variables that a shell on the way may have dropped.
 Then ``{"signal": n}`` for the rank, with ``"after"``, the delay in seconds, and ``"stay"``, the seconds for
@@ -55,7 +55,7 @@ _TORCH = {
     "RANK": "RANK", "SIZE": "WORLD_SIZE", "LOCAL_RANK": "LOCAL_RANK", "LOCAL_SIZE": "LOCAL_WORLD_SIZE",
     "CROSS_RANK": "GROUP_RANK",
 }  # fmt: skip
-"""torchrun's names for these numbers. torch.distributed, Accelerate, Transformers and Lightning read them."""
+"""The rank's numbers, and torchrun's names for them, which frameworks such as Lightning read."""
 
 
 def rank_and_size(environ: Mapping[str, str]) -> tuple[int, int]:
@@ -71,7 +71,7 @@ def rank_and_size(environ: Mapping[str, str]) -> tuple[int, int]:
 
 
 def _exec(command: list[str], where: Mapping[str, int], port: int, streams: list[int], parent: int) -> None:
-    """Turn the child process into the rank. Returns only on failure."""
+    """Execute the rank's command in the child process. Returns only on failure."""
     # Own process group: mpiexec signals the wrapper's group, and the wrapper passes on each signal once.
     os.setpgid(0, 0)
     linux.die_with_parent()
@@ -82,7 +82,7 @@ def _exec(command: list[str], where: Mapping[str, int], port: int, streams: list
     signal.set_wakeup_fd(-1)
     for number in (*_FORWARDED, signal.SIGPIPE):
         signal.signal(number, signal.SIG_DFL)
-    # "Save now" must not kill a program that has not installed its handler yet or has none.
+    # A request to save (SIGUSR1, SIGUSR2) must not kill a program that has no handler, or none yet.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
@@ -125,7 +125,7 @@ class _Supervisor:
 
     Args:
         channel: Connection to the launcher.
-        front: Read end of a pipe with the numbers of mpiexec's signals. It closes when the front exits.
+        front: Read end of a pipe that carries the numbers of mpiexec's signals. Closed when the front exits.
     """
 
     def __init__(self, channel: Channel, front: int) -> None:
@@ -153,7 +153,7 @@ class _Supervisor:
         where, port, stdin = go
         parent, killed = os.getpid(), linux.killed_for_memory()
         signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
-        self._had.clear()  # these signals came before the rank existed
+        self._had.clear()  # these signals arrived before the rank existed
         self._child = os.fork()
         if self._child == 0:
             _exec(command, where, port, [stdin, out[1], err[1]], parent)
@@ -177,7 +177,7 @@ class _Supervisor:
     def _announce(
         self, hello: dict[str, Any], streams: list[int]
     ) -> tuple[dict[str, int], int, int] | None:
-        """Send the streams. Return the rank's numbers, MASTER_PORT and stdin, or None if the agent exits."""
+        """Send ``hello``. Return the rank's numbers, MASTER_PORT and stdin, or None if the agent exits."""
         alive, descriptors = self._channel.send(hello, streams), list[int]()
         while alive:  # a large message arrives in parts, and the descriptor comes with the first
             messages, received, alive = self._channel.receive()
@@ -188,8 +188,8 @@ class _Supervisor:
         return None
 
     def _send(self, number: int) -> None:
-        # Not to the rank's process group: helpers in it remove shared memory once the rank is gone. The
-        # cleanup ends them later.
+        # Do not signal the rank's process group: helpers in it remove shared memory once the rank is gone.
+        # The cleanup ends them later.
         if self._child:
             linux.send_signal(self._child, number)
 
@@ -211,13 +211,13 @@ class _Supervisor:
         readable, _, _ = select.select(watched, [], [], seconds)
         if self._wake in readable:
             os.read(self._wake, 512)
-            return True  # first, because mpiexec has not ended a rank that has exited on its own
+            return True  # check this first, because mpiexec has not ended a rank that has exited on its own
         if self._front in readable:
             numbers = os.read(self._front, 64)
             self._front_gone = not numbers
             self._mpiexec_sent_sigterm |= signal.SIGTERM in numbers
-            # Without delay, because a rank in MPI_Abort expects to be killed. Otherwise it may continue as if
-            # nothing had happened.
+            # Send the signals immediately: a rank in MPI_Abort expects to be killed, and may otherwise
+            # continue as if nothing had happened.
             for number in numbers or [signal.SIGKILL]:
                 self._send(number)
         if self._channel.sock.fileno() not in readable:
@@ -226,7 +226,7 @@ class _Supervisor:
         for message in messages:
             self._stay = message.get("stay", 0.0 if "over" in message else self._stay)
             time.sleep(message.get("after", 0.0))
-            number = message.get("signal", 0)  # 0 means none
+            number = message.get("signal", 0)  # 0 means no signal
             # Do not send this signal if an earlier one has already asked the rank to exit, because it may be
             # saving. SIGHUP does not count, because Open MPI installs a handler for it that does nothing.
             same = (signal.SIGTERM, signal.SIGINT) if number in _ENDING else (number,)
@@ -245,10 +245,10 @@ def main(arguments: list[str]) -> None:
         command = paths.enter(os.environ, command)
     except OSError as error:
         sys.exit(f"ringdance: {error.filename} on {os.uname().nodename}: {error.strerror}")
-    # The directory's path may differ between hosts: it is where this host's agent has created it.
+    # The path of the job's directory may differ between hosts. Find the one created by this host's agent.
     directories = [host_directory(base, job) for base in (*named.split(os.pathsep), *bases(os.environ))]
     os.environ[DIRECTORY] = next(filter(is_own, directories), os.devnull)
-    # Open MPI forwards its variables from host to host, but this path differs between hosts.
+    # Open MPI forwards its variables from host to host, but the path in shared memory differs.
     for name in [name for name, value in os.environ.items() if value == SHARED]:
         os.environ[name] = host_shared(job)
     path = os.path.join(os.environ[DIRECTORY], "s")

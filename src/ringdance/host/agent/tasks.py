@@ -50,7 +50,7 @@ class Tasks:
                 standard input, and ``mark``, a text that precedes the JSON object at the end of its output.
         """
         process = subprocess.Popen(
-            # -P: a random.py in the working directory must not be imported.
+            # -P prevents the import of modules in the working directory, such as a random.py.
             [sys.executable, "-P", "-m", *message["argv"]],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -65,7 +65,7 @@ class Tasks:
         def read() -> None:
             data = os.read(descriptor, 65536)
             output.extend(data)
-            # A thread in a system call that never returns may keep the process, and so the pipe, alive.
+            # A thread that is stuck in a system call may keep the process alive and the pipe open.
             if not data or (mark and output.endswith(b"}\n") and mark in output):
                 watch(self._selector, descriptor, 0, None)
                 process.kill()

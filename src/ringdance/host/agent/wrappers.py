@@ -1,4 +1,4 @@
-"""The wrappers of this host's ranks (rank.py) as the agent sees them: their reports, and the ranks' output.
+"""The agent's side of the connections to this host's wrappers (rank.py): reports, and the ranks' output.
 
 Standard library only.
 """
@@ -43,7 +43,7 @@ class Wrappers:
         self._connections: dict[int, _Connection] = {}
         self._held = False
         self.environ: dict[str, str] = {}
-        """Variables that a shell drops. A shell starts mpiexec's daemon, and may start the wrappers."""
+        """Variables that a shell may drop. A shell starts mpiexec's daemon, and may start the wrappers."""
 
     def listen(self, path: str) -> None:
         """Listen on a Unix socket.

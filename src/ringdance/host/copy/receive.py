@@ -78,12 +78,12 @@ class Receiver:
     # --- the list of files ---------------------------------------------------------------------
 
     def _begin(self, message: dict[str, Any], payload: bytes) -> dict[str, Any]:
-        """Create directories and links. Return how many bytes of each file exist here, or ``DONE``."""
+        """Create directories and links. Return the number of bytes of each file here, or ``DONE``."""
         self._close()
         self._root = os.path.abspath(in_home(message["root"]))
         os.makedirs(self._root, exist_ok=True)
         have: list[int] = []
-        partials: dict[str, set[str]] = {}  # by directory: names of partial files of earlier copies
+        partials: dict[str, set[str]] = {}  # by directory: names of partial files from earlier copies
         for path, kind, size, mode, changed, text in json.loads(payload):
             own = self._own_path(path)
             if kind == "directory":
@@ -146,7 +146,7 @@ class Receiver:
             self._send("cut")
 
     def _pass_on(self, message: dict[str, Any], payload: bytes) -> None:
-        """Send a chunk to the next host. Wait until it is sent, so that nothing else is read until then.
+        """Send a chunk to the next host, and read nothing else until it is sent.
 
         The wait also ends when the launcher exits. Otherwise, a next host that has stopped would block this
         agent.
@@ -247,7 +247,7 @@ def _link(text: str, path: str) -> None:
 
 
 def _text(error: OSError) -> str:
-    """Return an error's text, with the file name."""
+    """Return an error's text, with the file name if there is one."""
     if error.strerror is None:
         return str(error)
     return f"{error.filename}: {error.strerror}" if error.filename else error.strerror

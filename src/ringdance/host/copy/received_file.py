@@ -15,29 +15,29 @@ from ..directories import host_name
 from ..system import linux
 
 DONE = -1
-"""Used in place of the number of bytes that are here if the file is complete."""
+"""Used instead of the number of bytes on this host if the file is complete."""
 
 _READ = 1 << 20
-_CLOSE_NS = 1_000_000  # some file systems round times
+_CLOSE_NS = 1_000_000  # tolerance for modification times, which some file systems round
 
 
 class ReceivedFile:
     """One file of a copy.
 
-    Until it is complete, it is a draft next to its final path. The draft's name contains this host's name
-    (other hosts may share the directory), a digest of the source's size and time, and 64 random bits, so that
-    other users who may write to the directory cannot guess it. Only its owner can read the draft.
+    Until the file is complete, it is a draft next to its final path. The draft's name contains this host's
+    name (other hosts may share the directory), a digest of the source's size and time, and 64 random bits, so
+    that other users who may write to the directory cannot guess it. Only its owner can read the draft.
 
     Args:
-        path: Its final path here.
+        path: Its final path on this host.
         size: Its size in bytes.
         mode: Its permission bits.
         changed: Its modification time in ns since the epoch.
 
     Attributes:
-        have: Number of bytes that are here, or ``DONE``.
+        have: Number of bytes on this host, or ``DONE``.
         digest: SHA-256 of the source. Empty until known.
-        failed: True once the file has been given up.
+        failed: True once the copy of this file has been abandoned.
     """
 
     def __init__(self, path: str, size: int, mode: int, changed: int) -> None:
@@ -53,11 +53,11 @@ class ReceivedFile:
         self._hash = hashlib.sha256()
 
     def check(self, partials: set[str], digest: str = "") -> int:
-        """Return the number of bytes that are here, or ``DONE``.
+        """Return the number of bytes on this host, or ``DONE``.
 
         Args:
-            partials: Names of partial files of earlier copies in its directory.
-            digest: SHA-256 for comparing contents. If empty, equal size and time suffice.
+            partials: Names of the partial files in its directory that are left from earlier copies.
+            digest: SHA-256 for comparing contents. If empty, an equal size and modification time suffice.
 
         Raises:
             OSError: The path is a directory.
@@ -130,7 +130,7 @@ class ReceivedFile:
             file.close()
             raise OSError(f"{self._path}: another copy is writing this file") from None
         except OSError:
-            pass  # this file system has no locks
+            pass  # this file system does not support locks
         file.truncate(self.have)
         while data := file.read(_READ):
             self._hash.update(data)
@@ -139,7 +139,7 @@ class ReceivedFile:
 
     @property
     def ready(self) -> bool:
-        """True if all bytes and their checksum are here."""
+        """True if all bytes and their checksum have arrived."""
         return self.have == self._size and self.digest != "" and not self.failed
 
     def finish(self) -> bool:
@@ -167,7 +167,7 @@ class ReceivedFile:
 
 
 def partials_in(directory: str) -> set[str]:
-    """Return the names of partial files of earlier copies in a directory."""
+    """Return the names of the partial files in a directory that are left from earlier copies."""
     try:
         return {name for name in os.listdir(directory) if name.startswith(".") and ".ringdance-" in name}
     except FileNotFoundError:
@@ -181,7 +181,7 @@ def _shortened(name: str) -> str:
 
 
 def _is_own(file: str | int) -> bool:
-    """Return True if no other user could write to a file (path or descriptor), even under another name."""
+    """Return True if only this user can write to a file (path or descriptor), even through hard links."""
     try:
         status = os.fstat(file) if isinstance(file, int) else os.lstat(file)
     except FileNotFoundError:

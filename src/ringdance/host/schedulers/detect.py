@@ -13,7 +13,7 @@ from ringdance.host.schedulers.this_machine import local_names
 
 _SCHEDULERS = (kubernetes, sagemaker, slurm, lsf)
 STAYS = "|".join(scheduler.STAYS for scheduler in _SCHEDULERS if scheduler.STAYS)
-"""Pattern of the schedulers' variables that are not forwarded to other hosts."""
+"""Pattern for the names of scheduler variables that are not forwarded to other hosts."""
 
 
 def detect(environ: Mapping[str, str]) -> Allocation | None:

@@ -12,7 +12,7 @@ HostList = Sequence[tuple[str, int]]
 """Host names, each with its number of slots, in the user's order."""
 
 NAME = re.compile(r"(?!-)[A-Za-z0-9_.-]{1,253}|(?=.*:.*:)[0-9A-Fa-f:.]+(%[A-Za-z0-9_.-]+)?")
-"""A host's name or address. It never matches an option of ssh, or text that a shell splits into words."""
+"""A host's name or address. It never matches an ssh option, or text that a shell would split."""
 
 
 def merge(hosts: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
@@ -59,7 +59,7 @@ def parse_hostfile(path: str, option: str = "--hostfile", slots: int | None = No
         path: Path of the file.
         option: Option or variable that holds the path, for errors.
         slots: Default for a host without slots. If None, such a host is an error, unless no line has slots.
-            In that case, each name is one slot.
+            In that case, each line is one slot.
 
     Raises:
         LaunchError: The file cannot be read or parsed, or does not list any hosts.
@@ -114,7 +114,7 @@ def _hint(entry: str) -> str:
 
 
 def _host(name: str, slots: str) -> tuple[str, int] | None:
-    """Return a name and its slots, which may be part of it as ``NAME:N``. None if either is invalid."""
+    """Return a host's name and slots. ``name`` may be ``NAME:N``. Returns None if either is invalid."""
     if not slots:
         entry, (name, _, slots) = name, name.rpartition(":")
         if _is_address(name) and _is_address(entry):  # ambiguous

@@ -1,4 +1,4 @@
-"""Detect the hosts of a Kubernetes MPIJob or TrainJob. Runs in its launcher pod."""
+"""Detect the hosts of a Kubernetes MPIJob or TrainJob. Runs in the launcher pod."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _HOST_FILES = (
 )
 _AGENT = "OMPI_MCA_plm_rsh_agent"
 STAYS = r"KUBERNETES_.*|.*_SERVICE_(HOST|PORT)(_.*)?|.*_PORT_\d+_(TCP|UDP).*|K_MPI_JOB_ROLE"
-"""Pattern of the variables that describe one pod. They are not forwarded to other hosts."""
+"""Pattern for the names of variables that describe a single pod. They are not forwarded to other hosts."""
 
 
 def allocation(environ: Mapping[str, str]) -> Allocation | None:

@@ -9,11 +9,11 @@ from ringdance.host.schedulers.allocation import Allocation
 from ringdance.host.schedulers.hostfile import merge, parse_hostfile
 
 STAYS = "LSB_.*|LSF_.*|LS_.*"
-"""Pattern of the variables that describe one process. They are not forwarded to other hosts."""
+"""Pattern for the names of variables that describe a single process. They are not forwarded."""
 
 
 def allocation(environ: Mapping[str, str]) -> Allocation | None:
-    """Read ``LSB_MCPU_HOSTS="h1 4 h2 4"``, a host file with one name per slot, or ``LSB_HOSTS``."""
+    """Read the hosts from ``LSB_MCPU_HOSTS="h1 4 h2 4"``, a host file (a name per slot), or ``LSB_HOSTS``."""
     if "LSB_JOBID" not in environ:
         return None
     words = environ.get("LSB_MCPU_HOSTS", "").split()

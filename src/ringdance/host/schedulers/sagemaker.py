@@ -1,4 +1,4 @@
-"""Detect the hosts of a SageMaker training job. Runs in its first container."""
+"""Detect the hosts of a SageMaker training job. Runs in the job's first container."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from ringdance.errors import LaunchError
 from ringdance.host.schedulers.allocation import Allocation
 
 STAYS = "SLURM_.*|SLURMD_.*|SBATCH_.*"
-"""Pattern of the variables that describe one process. They are not forwarded to other hosts."""
+"""Pattern for the names of variables that describe a single process. They are not forwarded."""
 
 # srun reads these variables as options for the job's tasks or for a terminal. They do not apply to the
 # agent's step, which is one task on one node.
@@ -29,7 +29,8 @@ _asking = threading.Lock()
 def allocation(environ: Mapping[str, str]) -> Allocation | None:
     """Read the nodes and their tasks from Slurm's variables.
 
-    Each task is a slot. If the job does not set tasks, each GPU is a slot. Without GPUs, each node is a slot.
+    Each task is a slot. If the number of tasks is not set, each GPU is a slot. Without GPUs, each node is
+    a slot.
 
     Raises:
         LaunchError: Slurm's variables cannot be parsed.
@@ -63,7 +64,7 @@ def allocation(environ: Mapping[str, str]) -> Allocation | None:
 def step(host: str, program: Sequence[str], environ: Mapping[str, str]) -> list[str]:
     """Return the srun command that runs ``program`` once on a node with all of the job's resources there.
 
-    Remove the variables that ``of_a_step`` returns from srun's environment.
+    The caller must remove the variables returned by ``of_a_step`` from srun's environment.
     """
     line = [
         "srun", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={host}", "--mpi=none", "--cpu-bind=none",
@@ -80,7 +81,7 @@ def step(host: str, program: Sequence[str], environ: Mapping[str, str]) -> list[
 
 
 def of_a_step(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables with options for tasks. srun would apply them to a ``step`` and confine it."""
+    """Return the variables that srun would also apply to a ``step``, where they would restrict it."""
     return {name: value for name, value in environ.items() if _OF_A_STEP.fullmatch(name)}
 
 

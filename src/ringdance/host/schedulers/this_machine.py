@@ -29,7 +29,7 @@ def local_names(names: Iterable[str]) -> frozenset[str]:
 
 @lru_cache(4096)
 def _is_own_address(name: str, when: float) -> bool:
-    """Return True if a socket on this machine can bind to ``name``'s address. ``when`` limits caching."""
+    """Return True if a socket on this machine can bind to the address of ``name``, cached per ``when``."""
     try:
         addresses = socket.getaddrinfo(name, 0, type=socket.SOCK_DGRAM)
     except (OSError, UnicodeError):

@@ -17,7 +17,7 @@ import time
 import types
 
 _FRAMEWORKS = ("torch", "tensorflow", "jax", "keras", "tf_keras", "mxnet", "ringdance.numpy")
-# Modules that connect ranks in another way, or might do so. If one is loaded, nothing is reported.
+# Modules that connect ranks in another way, or might do so. If any of them is loaded, nothing is reported.
 _OTHERS = (
     "mpi4py.MPI", "accelerate", "lightning", "pytorch_lightning", "deepspeed", "ray", "torch.distributed.run",
 )
@@ -64,7 +64,7 @@ def _tell_of_training_alone(mark: str) -> None:
     used = [name for name in _FRAMEWORKS if name in sys.modules]
     number = int(os.environ["RINGDANCE_RANK"])
     joined = os.path.exists(f"{os.environ['RINGDANCE_JOB_DIRECTORY']}/joined.{number}")  # by session.init
-    first = os.getpgrp() == os.getpid()  # otherwise a shell started it, and may start one that joins later
+    first = os.getpgrp() == os.getpid()  # otherwise a shell started it, and may later start one that joins
     reads = stat.S_ISFIFO(os.fstat(2).st_mode)  # the launcher reads this process's stderr
     if used and first and reads and not joined and not _has_joined_otherwise():
         cause = {"rank": number, "kind": "alone", "message": used[0]}
@@ -73,7 +73,7 @@ def _tell_of_training_alone(mark: str) -> None:
 
 
 def _exit_code_module() -> types.ModuleType:
-    """Load the module by its path, independently of the ``ringdance`` that the script may import."""
+    """Load exit_code.py by its path, independently of the ``ringdance`` that the script may import."""
     name, path = "ringdance.host.exit_code", os.path.join(os.path.dirname(__file__), "..", "exit_code.py")
     spec = importlib.util.spec_from_file_location(name, path)
     sys.modules[name] = module = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]

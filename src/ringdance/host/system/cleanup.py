@@ -29,8 +29,8 @@ from . import linux
 _SHM = "/dev/shm"
 _LIMIT_S = 4.0
 _INSPECT_S = 0.4
-_INSPECT_ALL_S = 1.5  # all processes of the host
-_WATCH_S = 0.002  # between checks of /dev/shm
+_INSPECT_ALL_S = 1.5  # time limit for inspecting all processes of the host
+_WATCH_S = 0.002  # interval between checks of /dev/shm
 _WATCH_FREE_S = 1.0  # CPU time for frequent checks at the start, when most files are created
 _WATCH_SHARE = 0.1  # maximum share of a core for later checks
 _POLL_S = 0.1  # minimum time between later checks, and between all checks if the kernel reports no changes
@@ -45,7 +45,7 @@ _OF_LIBRARIES = re.compile(
 
 
 def make_directories(directories: Iterable[str], job: str) -> None:
-    """Create a job's directories and lock them while this process, or one that it forks, lives.
+    """Create a job's directories and lock them while this process, or one that it forks, is alive.
 
     Also removes directories next to them that earlier jobs left behind and that no process has locked.
 
@@ -65,7 +65,7 @@ def make_directories(directories: Iterable[str], job: str) -> None:
 
 
 def job_of(directory: str) -> str:
-    """Return the job whose marker is in a directory on this host. Empty if no job created the directory."""
+    """Return the ID of the job that created a directory on this host, or an empty string if no job did."""
     try:
         job = os.readlink(os.path.join(directory, linux.MARKER))
     except OSError:
@@ -74,7 +74,7 @@ def job_of(directory: str) -> str:
 
 
 def abandoned(base: str) -> list[str]:
-    """Return the directories in ``base`` that dead jobs of this user left behind, with no lock or process."""
+    """Return the directories in ``base`` that this user's dead jobs (no lock, no process) left behind."""
     left = []
     for path in (entry.path for entry in _entries(base) if entry.name.startswith("ringdance-")):
         job = job_of(path)
@@ -239,7 +239,7 @@ class Cleanup:
 def _used_by(pids: Iterable[int], seconds: float) -> tuple[set[int], bool]:
     """Return the inodes that processes use in /dev/shm, and whether all could be inspected in time.
 
-    The kernel blocks the reader of a process's map while that process changes it, sometimes for seconds.
+    The kernel blocks readers of a process's memory map while the process changes it, sometimes for seconds.
     """
     used: list[set[int]] = []
 

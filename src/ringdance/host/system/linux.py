@@ -26,7 +26,7 @@ _TRACKER_S, _MONITOR_S = 0.8, 10.0
 _JOB = re.compile(rb"(?:^|\0)" + MARKER.encode() + rb"=([0-9a-f]{8,})(?=\0|$)")
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-_IN_CREATE = 0x100  # an event of inotify
+_IN_CREATE = 0x100  # inotify event
 
 
 def _prctl(option: int, value: int) -> None:
@@ -53,7 +53,7 @@ def watch_directory(path: str) -> int:
 def die_with_parent() -> None:
     """Have the kernel SIGKILL this process when its parent exits (Linux only).
 
-    This survives ``exec``. The parent may have died before the call: check ``os.getppid()`` afterwards.
+    The setting survives ``exec``. The parent may die before the call, so check ``os.getppid()`` afterwards.
     """
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
@@ -96,7 +96,7 @@ def locked(path: str) -> bool:
     """Return True if another process has locked a file or directory.
 
     Raises:
-        OSError: It cannot be opened, or its file system has no locks.
+        OSError: The path cannot be opened, or its file system does not support locks.
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -255,7 +255,7 @@ def killed_for_memory() -> int:
 
 
 def room(path: str) -> dict[str, Any]:
-    """Return the ``total`` and ``free`` bytes of a path's file system.
+    """Return the ``total`` and ``free`` bytes of the file system that contains a path.
 
     Raises:
         OSError: The path does not exist.

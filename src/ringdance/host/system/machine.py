@@ -1,4 +1,4 @@
-"""Describe a machine to the extent that a plan needs: its cores, devices and networks.
+"""Describe what a plan needs to know about a machine: its cores, devices and networks.
 
 Standard library only: agents run it without ``site``.
 """

@@ -51,7 +51,7 @@ _COMMANDS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
         {"type": float, "metavar": "S", "help": "seconds until SIGKILL (default: the job's --grace, or 30)"},
     ),
 }
-"""By name: description, epilog, and the command's option other than JOB, if any, with its arguments."""
+"""By command name: description, epilog, and an option, if any, with its arguments for add_argument()."""
 
 
 def _run(name: str, command: Callable[[argparse.Namespace], int], argv: Sequence[str]) -> int:
@@ -152,7 +152,7 @@ def _stop(arguments: argparse.Namespace) -> int:
     return 0
 
 
-# Each takes the command-line arguments after its name and returns the exit code.
+# Each function takes the command-line arguments after the command's name and returns the exit code.
 status = partial(_run, "status", _status)
 attach = partial(_run, "attach", _attach)
 stop = partial(_run, "stop", _stop)

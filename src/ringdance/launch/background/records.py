@@ -43,7 +43,7 @@ class Record:
         began: Start of the job in seconds since the epoch.
         ended: End of the job in seconds since the epoch, None until then.
         code: Exit code of the job, None until the job has ended.
-        grace: Seconds that ranks have to exit after ``ringdance stop``.
+        grace: Time in seconds for ranks to exit after ``ringdance stop``.
     """
 
     job: str
@@ -61,7 +61,7 @@ class Record:
 
     @property
     def short(self) -> str:
-        """First digits of the job ID, for display."""
+        """Short prefix of the job ID, for display."""
         return self.job[:8]
 
     @property

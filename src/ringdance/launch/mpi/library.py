@@ -165,7 +165,7 @@ def _mpiexecs_in_path(family: str) -> Iterator[str]:
 
 
 def _refusal(mpiexec: str, family: str, major: int) -> str:
-    """Return the reason why an mpiexec cannot start ranks that use the library, or "" if it can."""
+    """Return the reason why an mpiexec cannot start ranks that use the library. Empty if it can."""
     code, output, errors = linux.run([mpiexec, "--version"], _ANSWER_S)
     printed = output + errors
     if family_of(printed) == family and major in (0, _major(printed) or major):

@@ -44,7 +44,7 @@ _NO_EFFECT = {
     "merge-stderr-to-stdout": "the two streams stay separate",
     "enable-recovery": "a rank that fails ends the job",
 }
-"""Options whose effect users may miss, and why they have none."""
+"""Ignored options whose effect users may miss, and why they are ignored."""
 
 _REFUSED = {
     "path": "pass the full path of the program, or set PATH",
@@ -57,7 +57,7 @@ _VALUES: dict[str, int] = {name: text.count("{}") for name, text in _SPELLINGS.i
     **dict.fromkeys((
         "verbose", "dry-run", "no-check", "help", "version", "report-bindings", "use-hwthread-cpus",
         "nolocal", "merge-stderr-to-stdout", "enable-recovery",
-        # these match the launcher's behavior in any case:
+        # these request what the launcher does in any case:
         "nooversubscribe", "q", "quiet", "allow-run-as-root", "hetero-nodes", "noprefix", "disable-recovery",
         "leave-session-attached",
     ), 0),
@@ -182,7 +182,7 @@ def _apply(
             variable, equals, text = value.partition("=")
             if equals or variable in environ:
                 line.options += ["-x", f"{variable}={text if equals else environ[variable]}"]
-            else:  # mpirun, too, only warns
+            else:  # mpirun also only warns
                 line.notes.append(f"-x {value}: that variable is not set here")
         case "wdir":
             line.cwd = value

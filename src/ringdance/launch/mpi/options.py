@@ -60,7 +60,7 @@ class MpiexecRequest:
 
 
 def host_label(host: Host, number: int) -> str:
-    """Return the name by which mpiexec refers to a host. It must not contain colons, as in IPv6 addresses."""
+    """Return mpiexec's name for a host. It must not contain colons, unlike IPv6 addresses."""
     return f"host{number}" if ":" in host.name else host.name
 
 
@@ -90,7 +90,7 @@ def mpiexec_options(request: MpiexecRequest) -> tuple[list[str], dict[str, str]]
     # If the user sets a parameter with an option, drop our variable, which would set it a second time.
     for name in [f"OMPI_MCA_{own[at + 1]}" for at, word in enumerate(own[:-1]) if word == "--mca"]:
         variables.pop(name, None)
-        if name == "OMPI_MCA_btl_tcp_if_exclude":  # Open MPI accepts only one of the two
+        if name == "OMPI_MCA_btl_tcp_if_exclude":  # Open MPI rejects include together with exclude
             variables.pop("OMPI_MCA_btl_tcp_if_include", None)
     return [*fixed, *own], variables
 
@@ -139,7 +139,7 @@ def _openmpi(request: MpiexecRequest) -> _Options:
 
 
 def _openmpi_launch(request: MpiexecRequest) -> list[str]:
-    """Return options that start the daemons through our agents, whatever the scheduler."""
+    """Return options that start the daemons through our agents, regardless of the scheduler."""
     if request.mpi.major == 4:
         option, remote, prefix, oob = "--mca", "rsh", "orte", "oob_tcp"
     else:
@@ -179,12 +179,12 @@ def _hydra(request: MpiexecRequest) -> _Options:
         fixed = [launcher, "ssh", f"{launcher}-exec", RSH_SHIM, "-genvnone", "-machinefile", MACHINE_FILE]
         fixed += ["-v6"] if request.networks.ipv6 else []
     else:
-        # Run the script through a shell, because /tmp may be mounted noexec. session_environment() sets the
-        # script's path. With the launcher "ssh" instead of "rsh", Hydra would put -x before the arguments.
+        # Run rsh_script() through a shell, because /tmp may be mounted noexec. session_environment() sets its
+        # path. With the launcher "ssh" instead of "rsh", Hydra would put -x before the arguments.
         fixed = [launcher, "rsh", f"{launcher}-exec", "/bin/sh", "-genvnone"]
         fixed += ["-hosts", _host_list(request.hosts, ",")]
     names = {interface for host in request.hosts for interface in host.interfaces}
-    if len(names) == 1:  # Hydra accepts one name, used on all hosts
+    if len(names) == 1:  # Hydra accepts only one interface name, for all hosts
         (name,) = names
         fixed += ["-iface", name]
         variables["FI_TCP_IFACE"] = name
@@ -206,7 +206,7 @@ def session_environment(family: str, directory: str, shared: str) -> dict[str, s
     Args:
         family: Family of the MPI library.
         directory: The job's directory.
-        shared: The job's directory in shared memory, or "" if it has none.
+        shared: The job's directory in shared memory, empty if it has none.
     """
     if family != "openmpi":  # other libraries' files cannot be moved; cleanup.py removes them
         return {"HYDRA_LAUNCHER_EXTRA_ARGS": os.path.join(directory, "ssh")} if family == "mpich" else {}

@@ -45,7 +45,7 @@ class OutputDirectory:
             raise LaunchError(f"--output-filename {path}: {error.strerror}") from None
 
     def take(self, name: str, data: bytes) -> bool:
-        """Append part of a file sent by another host. Returns False if the file does not belong here."""
+        """Append part of a file sent by another host. Returns False if it does not belong here."""
         timeline = name.startswith(TIMELINE)
         if not timeline and not name.startswith(f"{OUTPUT}/"):
             return False

@@ -86,7 +86,7 @@ class Lines:
         self._size = 0
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Return the complete lines with their line endings. Over 8 MiB without one also count as a line."""
+        """Return the complete lines with their endings. Over 8 MiB without an ending also count as a line."""
         # A carriage return at the end of the data may be the first half of "\\r\\n".
         until = len(data) - data.endswith(b"\r")
         cut = max(data.rfind(b"\n", 0, until), data.rfind(b"\r", 0, until)) + 1
@@ -205,11 +205,11 @@ class Stream:
         self.release()
 
     def last_words(self) -> str:
-        """Return the traceback that is being held back, or "" if there is none."""
+        """Return the traceback that is being held back, or an empty string if there is none."""
         return b"".join(self.held).decode(errors="replace").rstrip()
 
     def last_line(self) -> str:
-        """Return the last line that is not blank, or "" if there is none. Requires ``holds``."""
+        """Return the last line that is not blank, or an empty string if there is none. Requires ``holds``."""
         return self._last.decode(errors="replace").strip()
 
     def end(self) -> None:

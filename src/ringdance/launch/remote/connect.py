@@ -201,7 +201,7 @@ def attempt(
                 if thread.is_alive() and missing:
                     left = max(0.0, until - time.monotonic())
                     log(f"waiting up to {left:.0f} s more for {several(missing)}")
-    except BaseException:  # on Ctrl-C, an ssh process for a host that hangs would otherwise run on
+    except BaseException:  # on Ctrl-C, an ssh process for a host that hangs would otherwise keep running
         interrupted.set()
         while any(thread.is_alive() for thread in threads):
             for remote in list(started):
@@ -209,7 +209,7 @@ def attempt(
             time.sleep(_SOON_S)
         close_all(agents.values())
         raise
-    # Check hosts in the given order, so that of two names for one machine the second is reported.
+    # Check hosts in the given order: if two names refer to one machine, the second is reported.
     problems |= _unfit(agents[host] for host in hosts if host in agents and host not in shell.local)
     return agents, problems
 
@@ -331,7 +331,8 @@ def start_local(host: str, environ: Mapping[str, str], stdin: int, remotes: Sequ
     Raises:
         OSError: The agent cannot be started.
     """
-    # A lock in memory, so that no network file system can block. Jobs on several hosts require Linux anyway.
+    # Keep the lock file in memory, where no network file system can block. This needs Linux, as do all jobs
+    # on several hosts.
     lock = os.memfd_create("ringdance-lock") if remotes else -1
     for number, remote in enumerate(remotes):
         remote.frames.shared = lock, number
@@ -341,7 +342,7 @@ def start_local(host: str, environ: Mapping[str, str], stdin: int, remotes: Sequ
         command = bare_command("agent.main", *map(str, passed))
         remote = _start(host, command, env=environ, pass_fds=[fd for fd in passed if fd >= 0])
         remote.local = True
-        with contextlib.suppress(OSError, AttributeError):  # larger chunks of output, if supported
+        with contextlib.suppress(OSError, AttributeError):  # a larger pipe, where supported
             fcntl.fcntl(remote.frames.read_fd, fcntl.F_SETPIPE_SZ, 1 << 20)
         return remote
     finally:

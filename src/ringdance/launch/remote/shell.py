@@ -41,7 +41,7 @@ SSH_ADVICE = (
         "check that the host is up, and read what ssh reports: ssh -v -o BatchMode=yes HOST true",
     ),
 )  # fmt: skip
-"""For ssh's error messages: a pattern, the problem and its fix. The first matching entry applies."""
+"""Each entry: a pattern for ssh's error message, the problem, and its fix. The first match applies."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class RemoteShell:
         arguments: Further arguments for ssh. They override ours.
         start_timeout: Seconds to keep trying hosts that may still be starting, such as pods.
         local: Names that refer to this machine, where programs are started directly.
-        python: Path of the interpreter on other hosts, "" if it is the same as here.
+        python: Path of the interpreter on other hosts, empty if it is the same as on this host.
     """
 
     method: str = "ssh"

@@ -27,7 +27,7 @@ class Volume:
     """A volume that all pods of the job mount.
 
     Attributes:
-        source: Entry of a pod's ``volumes``, without the name.
+        source: Entry for the ``volumes`` list of a pod, without the name.
         path: Mount point.
         read_only: If True, mount the volume read-only.
     """
@@ -67,7 +67,7 @@ def parse_volume(text: str) -> Volume:
 
 
 def literal(text: str) -> str:
-    """Double each $, because Kubernetes expands $ in commands and values."""
+    """Escape each $ as $$, because Kubernetes expands $(NAME) in commands and environment variables."""
     return text.replace("$", "$$")
 
 
@@ -85,7 +85,8 @@ def _secrets(texts: Sequence[str]) -> dict[str, tuple[str, str]]:
 class JobRequest:
     """A job and the requirements for its pods. See Note [Options from fields].
 
-    All pods use the same image. ``secret_env`` maps each variable to the Secret and key containing its value.
+    All pods use the same image. ``secret_env`` maps each environment variable to the Secret and the key
+    that contain its value.
     """
 
     kind: str = option("job type (default: MPIJob)", "MPIJob", choices=("MPIJob", "TrainJob"))
@@ -126,7 +127,7 @@ class JobRequest:
 
     @property
     def launch(self) -> list[str]:
-        """The launcher's command. It reads hosts and slots from files that the operator mounts."""
+        """The launcher's command. The launcher reads hosts and slots from files mounted by the operator."""
         refuse_launcher(self.command)
         # ssh does not forward the environment, so name the variables that the launcher must pass on.
         exports = [word for name in (*self.env, *self.secret_env) for word in ("-x", name)]

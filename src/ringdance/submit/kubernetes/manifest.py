@@ -20,11 +20,11 @@ _KEPT_S = 7 * 86400  # how long a finished job and its log are kept
 _GRACE_S = 60  # longer than the launcher's --grace, after which the launcher still has to clean up
 _WAIT = "while grep -qs host.agent[.]main /proc/[0-9]*/cmdline; do sleep 1; done"
 UNTIL_RANKS_END = ["/bin/sh", "-c", _WAIT]
-"""Command to run in a deleted worker before SIGTERM, which would end ``sshd`` and all ranks immediately."""
+"""Command that delays SIGTERM in a deleted worker. SIGTERM would end ``sshd`` and all ranks immediately."""
 
 
 def manifest(request: JobRequest) -> list[Document]:
-    """Return the documents to submit, in order.
+    """Return the documents in the order in which they must be submitted.
 
     Raises:
         LaunchError: The request is invalid.
@@ -43,7 +43,7 @@ def _document(request: JobRequest, version: str, kind: str, spec: Document) -> D
 
 
 def _given(document: Document) -> Document:
-    """Remove unset entries: None, empty strings and empty collections."""
+    """Return the document without unset entries: None, empty strings and empty collections."""
     return {name: value for name, value in document.items() if value not in (None, "", [], {})}
 
 
@@ -58,7 +58,7 @@ def _mpijob(request: JobRequest) -> Document:
         "slotsPerWorker": request.slots_per_worker,
         "mpiImplementation": request.mpi,
         "sshAuthMountPath": SSH_DIRECTORY,
-        # Otherwise the launcher fails a few times before the workers' names can be resolved.
+        # Otherwise the launcher would fail a few times until the workers' host names can be resolved.
         "launcherCreationPolicy": "WaitForWorkersReady",
         "runPolicy": _given(policy),
         "mpiReplicaSpecs": {
@@ -74,7 +74,7 @@ def _replica(number: int, pod: Document) -> Document:
 
 
 def _runtime(request: JobRequest) -> Document:
-    """Return the runtime for a TrainJob, with its pods. The cluster's own runtimes use other images."""
+    """Return the runtime for a TrainJob, including its pods. The cluster's own runtimes use other images."""
     # The operator requires the names `node` and `launcher`, and containers must be named `node`.
     node = {"name": "node", "template": {"spec": _batch(_worker_pod(request, "node"))}}
     launcher = {
@@ -160,7 +160,7 @@ def sshd(directory: str = SSH_DIRECTORY, port: int = SSH_PORT) -> list[str]:
 
 
 def _pod(request: JobRequest, main: Document) -> Document:
-    """Return an unprivileged pod with the container ``main``, completed with the image and the volumes."""
+    """Return an unprivileged pod with the container ``main``. Adds the image and the volumes to it."""
     volumes: list[Document] = [{"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": request.shm}}]
     mounts: list[Document] = [{"name": "shm", "mountPath": "/dev/shm"}]
     for number, volume in enumerate(request.volumes):
@@ -181,7 +181,7 @@ def _pod(request: JobRequest, main: Document) -> Document:
             "runAsNonRoot": True,
             "runAsUser": USER,
             "runAsGroup": USER,
-            "fsGroup": USER,  # may read the Secret with the key, and the volumes
+            "fsGroup": USER,  # this group may read the Secret with the key, and the volumes
             "seccompProfile": {"type": "RuntimeDefault"},
         },
         "containers": [_given(container)],

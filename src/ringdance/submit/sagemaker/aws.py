@@ -27,7 +27,7 @@ _ENDED = ("Completed", "Failed", "Stopped")
 
 
 def pack(files: str) -> bytes:
-    """Pack a directory's contents, or a single file, as a tar.gz with sorted names and no owners."""
+    """Pack the contents of a directory, or a file, as a tar.gz with sorted names and without owners."""
     buffer = io.BytesIO()
 
     def plain(item: tarfile.TarInfo) -> tarfile.TarInfo | None:
@@ -45,7 +45,8 @@ def pack(files: str) -> bytes:
 def client(session: Any, service: str, region: str | None = None) -> Any:
     """Create a client for a service.
 
-    Waiting for a job makes many calls, so SageMaker's client retries for minutes if AWS throttles it.
+    Waiting for a job takes many calls, so the SageMaker client retries for several minutes if AWS
+    throttles it.
     """
     from botocore.config import Config
 
@@ -71,7 +72,7 @@ def call(function: Any, **arguments: Any) -> Any:
 
 
 def _code(error: BaseException | None) -> str:
-    """Return the service's error code, or "" if the error did not come from the service."""
+    """Return the service's error code, or an empty string if the error did not come from the service."""
     return str(getattr(error, "response", {}).get("Error", {}).get("Code", ""))
 
 

@@ -83,7 +83,7 @@ def _submit(arguments: argparse.Namespace) -> int:
 
 
 def hyperparameters(words: Sequence[str]) -> dict[str, Any]:
-    """Parse a script's arguments as hyperparameters. Numbers, true and false keep their types.
+    """Parse a script's arguments as hyperparameters. Values that are valid JSON are decoded.
 
     Raises:
         LaunchError: An argument has no name or no value, so SageMaker cannot pass it to the script.

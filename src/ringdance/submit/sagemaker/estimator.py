@@ -73,14 +73,15 @@ _NO_IMAGE = (
 class Estimator(TrainingJob):
     """Starts jobs that run a training script on a given set of machines.
 
-    The arguments have the names of version 2 of the SDK and of the service's ``CreateTrainingJob``. Arguments
-    with a help text are also options of ``ringdance sagemaker submit`` (Note [Options from fields]).
+    The arguments have the same names as in version 2 of the SageMaker SDK and in ``CreateTrainingJob``.
+    Arguments with a help text are also options of ``ringdance sagemaker submit``.
+    See Note [Options from fields].
 
     Args:
         entry_point: Training script. A path within ``source_dir`` if that is set.
         source_dir: Directory to upload, or ``s3://...tar.gz`` with its contents.
-        processes_per_host: Ranks on each machine, as in ``distribution``. Default: one per GPU, or 1 without
-            GPUs.
+        processes_per_host: Number of ranks per machine, as in ``distribution``. Default: one per GPU, or 1
+            without GPUs.
         hyperparameters: Arguments of the script, which receives them as ``--name value``.
         distribution: ``{"mpi": {"enabled": True, "processes_per_host": 8, "custom_mpi_options": "-x A=1"}}``.
             With ``{"mpi": {"enabled": False}}``, each machine runs the script once, independently.
@@ -111,7 +112,7 @@ class Estimator(TrainingJob):
         self._choose_ranks()
 
     def _read_distribution(self) -> None:
-        """Merge ``distribution`` with the arguments that are short for its entries.
+        """Merge ``distribution`` with the arguments that are shorthand for its entries.
 
         ``mpi`` stays None if they do not determine whether to use MPI.
         """
@@ -197,7 +198,8 @@ class Estimator(TrainingJob):
 
         Raises:
             ArgumentError: The inputs cannot be used, or the region is unknown.
-            LaunchError: The role is not an ARN, and ``code_location`` is not set. Roles are not looked up.
+            LaunchError: ``code_location`` is not set, and the role is not an ARN, which names the account of
+                the default bucket. This method does not look up roles.
         """
         region, account = self._find_region(), account_of(self.role)
         bucket = f"sagemaker-{region}-{account}"
@@ -230,11 +232,11 @@ class Estimator(TrainingJob):
         """Start a job, and wait for it to end if ``wait`` is True.
 
         Args:
-            inputs: Channels: a mapping from names to S3 URIs or ``Input``. A single value becomes the
-                channel "training".
+            inputs: The job's channels: a mapping from names to S3 URIs or ``Input`` objects. A single value
+                becomes the channel "training".
             wait: If True, wait for the job to end.
             logs: If True, print the command that shows the job's output.
-            job_name: Name of the job. Default: ``base_job_name`` and the time.
+            job_name: Name of the job. Default: ``base_job_name``, followed by the current time.
 
         Returns:
             The job's name.
@@ -273,7 +275,7 @@ def worker_channel(name: str) -> str:
     """Return the name of this rank's channel. Called by the training script.
 
     Returns:
-        ``name`` if the job has a channel of that name, otherwise ``<name>_<local rank>``, which exists if
+        ``name`` if the job has a channel with that name, otherwise ``<name>_<local rank>``, which exists if
         each worker has its own channel.
 
     Raises:

@@ -80,7 +80,7 @@ class TrainingJob:
 
 
 def job_name(base: str) -> str:
-    """Make a job name that ends with the time: letters, digits and '-', at most 63 characters."""
+    """Build a job name from ``base`` and the current time: letters, digits and '-', at most 63 characters."""
     moment = datetime.now(UTC)
     stamp = moment.strftime("%Y-%m-%d-%H-%M-%S-") + f"{moment.microsecond // 1000:03d}"
     cleaned = re.sub(r"[^A-Za-z0-9]+", "-", base).strip("-") or "job"
@@ -88,6 +88,6 @@ def job_name(base: str) -> str:
 
 
 def account_of(role: str) -> str:
-    """Return the account number in a role's ARN, or "" if ``role`` is not an ARN."""
+    """Return the account number in a role's ARN, or an empty string if ``role`` is not an ARN."""
     parts = role.split(":")
     return parts[4] if len(parts) >= 6 and parts[0] == "arn" else ""

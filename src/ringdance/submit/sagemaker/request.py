@@ -1,7 +1,7 @@
 """Build the requests that start training jobs on SageMaker, as plain data. Nothing here connects to AWS.
 
 Names and structure follow the service's ``CreateTrainingJob``. Hyperparameters whose names start with
-``sagemaker_`` configure the container. The package sagemaker-training reads them there.
+``sagemaker_`` configure the container, in which the package sagemaker-training reads them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Input:
             ``{worker}`` stands for the worker's local rank.
         distribution: "FullyReplicated" sends all objects to each host. "ShardedByS3Key" (or "s3shardbykey")
             sends each host a part of the objects.
-        input_mode: "File", "Pipe" or "FastFile". None uses the job's mode.
+        input_mode: "File", "Pipe" or "FastFile". None means the job's mode.
         content_type, compression, record_wrapping: The service's ``Channel`` settings.
         s3_data_type: "S3Prefix", "ManifestFile" or "AugmentedManifestFile".
         shuffle_seed: Seed for the order of the objects, which differs between workers. In Pipe mode,
@@ -138,7 +138,7 @@ def create_request(job: TrainingJob, name: str, inputs: Inputs, region: str, buc
 
 
 def hyperparameters(job: TrainingJob, name: str, source: str, region: str) -> dict[str, Any]:
-    """Return the script's hyperparameters and the ones that tell the container what to run."""
+    """Return the script's hyperparameters, and further ones that tell the container what to run."""
     parameters = dict(job.hyperparameters)
     if job.mpi is not None:
         parameters["sagemaker_mpi_enabled"] = job.mpi
@@ -164,7 +164,7 @@ def channels(inputs: Inputs, input_mode: str, workers: int) -> list[dict[str, An
     ``<name>_<local rank>``. All have the same data, unless ``{worker}`` in the address selects a part.
 
     Raises:
-        ArgumentError: The service would refuse a channel.
+        ArgumentError: The service would reject a channel.
     """
     requested = []
     for name, channel in as_channels(inputs).items():
@@ -206,9 +206,9 @@ def as_channels(inputs: Inputs) -> dict[str, Input]:
 def mpi_options(text: str) -> tuple[str, list[str]]:
     """Correct custom MPI options so that mpirun and the container's toolkit accept them.
 
-    ``--NAME=VALUE`` or ``NAME=VALUE`` with a name in capitals is meant to set an environment variable for the
-    ranks, but no mpirun has such an option. It becomes ``-x NAME=VALUE``. ``--NCCL_DEBUG=VALUE`` is kept,
-    because the toolkit itself reads it and sets the variable (to INFO if the option is missing).
+    ``--NAME=VALUE`` or ``NAME=VALUE`` with an uppercase name is meant to set an environment variable for the
+    ranks, but no mpirun has such an option. It is replaced by ``-x NAME=VALUE``. ``--NCCL_DEBUG=VALUE`` is
+    kept, because the toolkit itself reads it and sets the variable (to INFO if the option is missing).
 
     Returns:
         The options, and a note about each change.
