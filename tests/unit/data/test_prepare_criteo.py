@@ -287,7 +287,7 @@ def test_files_of_others_are_never_removed(prepared, tmp_path, capsys):
         (own / name).unlink()
     for words in ((), ("--overwrite",)):
         assert prepare(prepared, own, *words) == 2
-        assert "which no index" in capsys.readouterr().err
+        assert "do not belong to any index" in capsys.readouterr().err
     assert contents(own).items() <= before.items()
     assert len(contents(own)) == 3
 

@@ -184,9 +184,10 @@ class ProcessSetState:
         return True
 
     def next_due(self) -> float | None:
-        """Return the time (monotonic) at which a round continues or becomes due, or None. Threads: any.
+        """Return the monotonic time at which the next round is due, 0 for now, or None. Threads: any.
 
-        None means that only another event can make it due: a submission, or a thread that starts to wait.
+        None means that time alone will not make a round due: it takes a submission, or a thread that starts
+        to wait.
         """
         if self.in_round or self.stopping:
             return 0.0

@@ -40,7 +40,7 @@ _WITH_SOCKET = {_CONNECT: "connects to", _ACCEPT: "waits for a connection to", _
 
 
 class CpuSample(NamedTuple):
-    """When a sample was taken (``time.monotonic``), and the CPU seconds that a thread had used until then."""
+    """A thread's total CPU time in seconds (``used``), and when it was sampled (``time.monotonic``)."""
 
     time: float
     used: float

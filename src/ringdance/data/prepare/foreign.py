@@ -139,7 +139,7 @@ def _files(directory: Path, pattern: str) -> list[tuple[Path, str]]:
             others.append(f"{path.relative_to(directory)}{'/' * path.is_dir()}")
         else:
             raise ArgumentError(
-                f"{path} is named like TFRecords or a tar, but is neither. It may be damaged, empty, "
+                f"{path} has the name of a TFRecord or tar file, but is neither. It may be damaged, empty, "
                 "compressed or a broken link. Copy it again, decompress it, or leave it out (--files)."
             )
     if others:

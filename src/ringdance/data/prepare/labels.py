@@ -66,8 +66,8 @@ def _of_text(path: Path, images: Sequence[str], classes: Sequence[str]) -> dict[
     if any(len(row) == 1 for row in rows):
         if not all(_SYNSET.fullmatch(row[0]) or row[0] in classes for row in rows):
             raise ArgumentError(
-                f"the lines of {path} are not class names such as n01440764. The numbers in the "
-                f"development kit's ground truth are not labels. Use {_LABELS[1]}."
+                f"{path} has lines that are not class names such as n01440764. If it is the ground truth "
+                f"of ImageNet's development kit, its numbers are not labels. Use {_LABELS[1]} instead."
             )
         if len(rows) != len(images):
             raise ArgumentError(f"{path} has {len(rows)} labels, but there are {len(images)} images.")

@@ -203,7 +203,8 @@ def _source(
                     f"{place} is not divided into classes: {name} contains {other.name}, but no images."
                 )
         raise ArgumentError(
-            f"{place} has classes without images: {', '.join(empty[:5])}. Remove them, or complete SRC."
+            f"{place} has classes without images: {', '.join(empty[:5])}. Add their images, or remove the "
+            "empty classes."
         )
     if strange := [name for name in classes if name != name.encode(errors="replace").decode()]:
         raise ArgumentError(f"{place}: the name of the class {strange[0]!r} is not UTF-8. Rename it.")

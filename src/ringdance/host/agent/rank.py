@@ -209,9 +209,10 @@ class _Supervisor:
     def _listen(self, watched: list[int], seconds: float | None = None) -> bool:
         """Wait until one of the descriptors is ready and handle it. Returns False if the agent has exited."""
         readable, _, _ = select.select(watched, [], [], seconds)
+        # First check whether the rank has exited: then a later signal from mpiexec did not end it.
         if self._wake in readable:
             os.read(self._wake, 512)
-            return True  # check this first, because mpiexec has not ended a rank that has exited on its own
+            return True
         if self._front in readable:
             numbers = os.read(self._front, 64)
             self._front_gone = not numbers

@@ -232,7 +232,7 @@ class Cleanup:
 
     def _has_our_pid(self, path: str) -> bool:
         owner = _OF_TORCH.match(os.path.basename(path))
-        # If other containers may use this /dev/shm, their processes can have the same pids.
+        # The pid proves nothing if other containers share /dev/shm: a process there may have the same pid.
         return owner is not None and int(owner[1]) in self._pids and linux.sees_all_users_of_shared_memory()
 
 

@@ -218,8 +218,8 @@ def mpi_options(text: str) -> tuple[str, list[str]]:
     """
     if any(sign in text for sign in "'\""):
         # The toolkit splits the text at spaces and does not understand quotation marks.
-        raise ArgumentError(f"custom_mpi_options {shown_text(text)!r}: quotation marks do not group words "
-                            "here. Set values that contain spaces in `environment`")  # fmt: skip
+        raise ArgumentError(f"custom_mpi_options {shown_text(text)!r}: quotes are not supported here. "
+                            "Use `environment` to set values that contain spaces")  # fmt: skip
     notes: list[str] = []
 
     def as_variable(found: re.Match[str]) -> str:
