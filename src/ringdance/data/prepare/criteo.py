@@ -196,7 +196,8 @@ def _begin_or_resume(destination: Path, plan: ShufflePlan, overwrite: bool) -> N
     if others := sorted(present - own):
         raise ArgumentError(
             f"{destination} contains files that do not belong to any index or unfinished run of this "
-            f"command, such as {others[0]} ({len(others)} in total). Choose another DST, or move or delete the files."
+            f"command, such as {others[0]} ({len(others)} in total). Choose another DST, or move or delete "
+            "the files."
         )
     for name in (*present, *(f"{split}.{end}" for split in SPLITS for end in ("json", "npy"))):
         (destination / name).unlink(missing_ok=True)
