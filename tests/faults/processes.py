@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import os
 import subprocess
 import sys
@@ -26,6 +27,8 @@ from ringdance.tools.cli import main
 MARKER = "FAULT_TEST"
 SHARED = Path("/dev/shm")
 THESIS = "my-thesis"
+INTEL = any(distribution.metadata["Name"] == "impi-rt" for distribution in importlib.metadata.distributions())
+"""True if the tests run with Intel MPI."""
 
 
 @dataclass

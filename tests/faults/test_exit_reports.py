@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from processes import by_main, needed, script
+from processes import INTEL, by_main, needed, script
 from run import launcher
 from sampled import sampled
 
@@ -69,7 +69,8 @@ def test_an_exit_code_ends_the_job_while_the_others_compute(
         command, environ = launcher(2)
         line = [*command, sys.executable, program]
         done = subprocess.run(line, env=environ, capture_output=True, text=True, check=False, timeout=50)
-    assert done.returncode == code, done.stderr
+    # Intel's mpiexec itself exits with 255 after it has killed the other rank.
+    assert done.returncode == code or (by == "mpiexec" and INTEL and done.returncode == 255), done.stderr
     assert "worked on" not in done.stdout
     if by == "ringdance run":
         assert re.search(rf"first failure: rank 1 of 2 .*: exited with code {code}", done.stderr)

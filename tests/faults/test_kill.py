@@ -5,7 +5,6 @@ Nothing may be left, nothing that belongs to others may be touched, and the exit
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import random
 import signal
@@ -16,7 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from processes import SHARED, Job, Others, script, segments, start, wait_until
+from processes import INTEL, SHARED, Job, Others, script, segments, start, wait_until
 from sampled import sampled
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc")
@@ -68,7 +67,6 @@ LOADER_PROGRAM = """
 """
 # If a process dies before MPI_Init, Intel's mpiexec waits for the others. If a rank's front is killed before
 # the launcher knows about it, the start timeout has to pass.
-INTEL = any(distribution.metadata["Name"] == "impi-rt" for distribution in importlib.metadata.distributions())
 START_S = 20
 VICTIMS = ("rank", "launcher", "mpiexec")
 OTHERS = ("agent", "front", "supervisor")
