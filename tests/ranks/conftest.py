@@ -17,6 +17,10 @@ if os.environ.get("TEST_DEVICE", "cpu") != "cpu":  # set by benchmarks/gpu_check
     import torch
 
     torch.set_default_device(os.environ["TEST_DEVICE"])
+if os.environ.get("TEST_NCCL") == "double":
+    import nccl_double
+
+    nccl_double.install()
 
 TINY = {"RINGDANCE_CHUNK_BYTES": "4096", "RINGDANCE_SMALL_BYTES": "64"}
 WAYS = {

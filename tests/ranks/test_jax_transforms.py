@@ -40,11 +40,11 @@ def unknown(
         (tmp_path / there).parent.mkdir(parents=True)
         (tmp_path / there).write_text(changed)
     monkeypatch.setattr(jax.ffi, "include_dir", lambda: str(tmp_path))
-    for known in (ffi._version, ffi.available):
+    for known in (ffi._header, ffi._version):
         known.cache_clear()
     yield
     monkeypatch.undo()
-    for known in (ffi._version, ffi.available):
+    for known in (ffi._header, ffi._version):
         known.cache_clear()
 
 

@@ -126,13 +126,19 @@ def all_jobs() -> list[Job]:
     ]  # fmt: skip
     vision = {"only_slow": True, "whole": True, "venv": ".venv-torchvision"}
     jobs += [Job("ranks", "torchvision-2", ("ranks/torchvision",), 2, **vision)]
+    by_nccl = tuple(f"ranks/test_jax_{name}.py" for name in (
+        "collectives", "flax", "nccl", "order", "random", "training", "transforms",
+    ))  # fmt: skip
     for size in (2, 3):
         later = size == 3
         jobs += [
             Job("ranks", f"jax-devices-{size}", ("ranks/jax_devices",), size, only_slow=later, whole=True,
                 **jax),
             Job("ranks", f"keras-jax-{size}", ("ranks/keras",), size, only_slow=later, options=keras,
-                environ={"KERAS_BACKEND": "jax"}, needs=("keras", "jax"), fast_environ=xla)
+                environ={"KERAS_BACKEND": "jax"}, needs=("keras", "jax"), fast_environ=xla),
+            # The path of a GPU, on host memory.
+            Job("ranks", f"jax-nccl-{size}", (*by_nccl, "ranks/jax_devices"), size, only_slow=later, whole=True,
+                environ={"TEST_NCCL": "double"}, **jax),
         ]  # fmt: skip
         jobs += [
             # With Horovod's TensorFlow contract, because importing TensorFlow takes seconds per rank.

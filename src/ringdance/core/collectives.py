@@ -63,8 +63,7 @@ def execute(exchange: Exchange, members: Sequence[int], batch: Sequence[AgreedRe
         return [_zero_dim_error(item.name, item.description) for item in batch]
     if d.device:
         if d.device not in exchange.devices:
-            assert exchange.context.make_device is not None
-            made = yield from exchange.context.make_device(exchange, d.device)
+            made = yield from exchange.context.make_device[d.device](exchange, d.device)
             exchange.devices = {**exchange.devices, d.device: made}  # a copy: another thread may read it
         pairs = [(item.description, None if item.work is None else item.work.request) for item in batch]
         return (yield from exchange.devices[d.device].execute(pairs, members))

@@ -11,9 +11,10 @@ started.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,8 +25,9 @@ from jax.extend import core
 from jax.interpreters import mlir
 
 from ringdance.core.recorder import Profiler
+from ringdance.core.request import Collective
 from ringdance.errors import ArgumentError, CollectiveError, NotInitializedError, ShutDownError
-from ringdance.jax import _private, ffi
+from ringdance.jax import _private, device, ffi
 from ringdance.jax._private import EFFECT
 from ringdance.jax.memory import array_of, from_array
 from ringdance.jax.programs import by_address, settle, start_quickly
@@ -100,16 +102,27 @@ def run(
 def _run_compiled(
     what: JaxCall, inputs: tuple[Array, ...], outputs: tuple[Array, ...] | None, shapes: Shapes
 ) -> list[Array]:
+    results: list[Array] = _reporting(lambda: run(what, inputs, outputs, shapes))
+    return results
+
+
+def _reporting(function: Callable[[], Any]) -> Any:
+    """Call a function for a compiled program and report its error, because JAX raises it only later."""
     try:
-        results = run(what, inputs, outputs, shapes)
+        result = function()
     except Exception as error:  # JAX raises it only when a result is read.
         if isinstance(error, CollectiveError):
             remember(error)
         if not isinstance(error, (NotInitializedError, ShutDownError)):  # The script has ended.
             session.note_unseen(error)
+        _failed[:] = [error]
         raise
     session.note_unseen(None)
-    return results
+    return result
+
+
+_failed: list[Exception] = []  # The last error of a compiled program.
+device.report_with(_reporting)
 
 
 # Calls from JAX: eager, or as part of a compiled program.
@@ -125,12 +138,43 @@ def in_program(values: Sequence[Any]) -> bool:
     return is_traced(values) or (not _private.no_trace() and is_traced([jax.numpy.zeros(())]))
 
 
-def eager(what: JaxCall, values: Sequence[Any]) -> list[Any]:
+def eager(what: JaxCall, values: Sequence[Any], shapes: Shapes) -> list[Any]:
     """Run an exchange immediately. First waits for running programs, to keep the calls in order."""
+    if what.call.kind in _FIXED and _on_device(values):
+        dtypes = [value.dtype for value in values]
+        if device.supported(what.call, [value.shape for value in values], dtypes):
+            return _as_program(what, shapes, values)
     settle()
     results = run(what, tuple([array_of(value) for value in values]))
     devices = [*values, *[None] * (len(results) - len(values))][: len(results)]
     return [from_array(result, like) for result, like in zip(results, devices, strict=True)]
+
+
+# Collectives whose results have the same shapes within and outside of programs.
+_FIXED = (Collective.ALLREDUCE, Collective.BROADCAST, Collective.REDUCESCATTER)
+
+
+def _on_device(values: Sequence[Any]) -> bool:
+    """Return True if all values are arrays on one device whose memory NCCL can access."""
+    if not all(isinstance(value, jax.Array) for value in values):
+        return False
+    devices = {one for value in values for one in value.devices()}
+    return len(devices) == 1 and device.accesses(devices.pop())
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _program(what: JaxCall, shapes: Shapes, *values: Any) -> Any:
+    return compiled(what, values, shapes, [value.dtype for value in values])
+
+
+def _as_program(what: JaxCall, shapes: Shapes, values: Sequence[Any]) -> list[Any]:
+    """Run an exchange as a compiled program, so that its arrays stay on the GPU."""
+    _failed.clear()
+    try:
+        return list(jax.block_until_ready(_program(what, shapes, *values)))
+    except jax.errors.JaxRuntimeError as error:
+        _private.drop_tokens()
+        raise (_failed.pop() if _failed else error) from None
 
 
 # In JAX 0.7, emit_python_callback does not have the argument returns_token and always returns the token.
@@ -145,7 +189,7 @@ def _abstract(*avals: Any, what: JaxCall, shapes: Shapes, dtypes: tuple[Any, ...
     return [jax.core.ShapedArray(*pair) for pair in zip(shapes, dtypes, strict=True)], {EFFECT}
 
 
-_primitive.def_impl(lambda *values, what, **_: eager(what, values))
+_primitive.def_impl(lambda *values, what, shapes, **_: eager(what, values, shapes))
 _primitive.def_effectful_abstract_eval(_abstract)
 
 
@@ -206,6 +250,15 @@ def _by_callback(ctx: Any, *operands: Any, what: JaxCall, shapes: Shapes, **_: A
     return results
 
 
+def _by_nccl(ctx: Any, *operands: Any, what: JaxCall, shapes: Shapes, **rest: Any) -> Any:
+    """Lower to an exchange with NCCL if possible."""
+    avals = ctx.avals_in
+    kinds = [aval.shape for aval in avals], [aval.dtype for aval in avals]
+    if _devices(ctx) > 1 or what.splits is not None or not device.supported(what.call, *kinds):
+        return _by_callback(ctx, *operands, what=what, shapes=shapes, **rest)
+    return device.lower(ctx, *operands, call=what.call, shapes=shapes)
+
+
 def _by_ffi(ctx: Any, *operands: Any, what: JaxCall, shapes: Shapes, **rest: Any) -> Any:
     """Lower to a call that gets the addresses of XLA's memory. The call works in place if possible."""
     if _devices(ctx) > 1 or not by_address():
@@ -216,23 +269,36 @@ def _by_ffi(ctx: Any, *operands: Any, what: JaxCall, shapes: Shapes, **rest: Any
     memory = [
         [(aval.shape, np.dtype(aval.dtype).name) for aval in avals] for avals in (ctx.avals_in, ctx.avals_out)
     ]
-    token, *results = jax.ffi.ffi_lowering(ffi.TARGET, has_side_effect=True, operand_output_aliases=aliases)(
+    _register()
+    token, *results = jax.ffi.ffi_lowering(_TARGET, has_side_effect=True, operand_output_aliases=aliases)(
         inner, ctx.tokens_in.get(EFFECT), *operands, what=what.call.text(), shapes=json.dumps(memory)
     )
     ctx.set_tokens_out(mlir.TokenSet({EFFECT: token}))
     return results
 
 
-def _call_from_xla(text: str, inputs: list[Array], outputs: list[Array]) -> None:
+def _call_from_xla(
+    attributes: dict[str, str], addresses_in: ffi.Addresses, addresses_out: ffi.Addresses, _: Any
+) -> None:
+    # The first input and output are the token that keeps the order.
+    inputs, outputs = ffi.views_at(attributes["shapes"], addresses_in[1:], addresses_out[1:])
     shapes = tuple([output.shape for output in outputs])
-    _run_compiled(JaxCall(Call.from_text(text)), tuple(inputs), tuple(outputs), shapes)
+    _run_compiled(JaxCall(Call.from_text(attributes["what"])), tuple(inputs), tuple(outputs), shapes)
+
+
+_TARGET = "ringdance_exchange"
+
+
+@functools.cache
+def _register() -> None:
+    ffi.register(_TARGET, _call_from_xla, "cpu")
 
 
 _Span = jax.profiler.TraceAnnotation
 # is_enabled is undocumented. Without it, each wait creates a span, which itself checks whether the profiler
 # is recording.
 session.add_profiler(Profiler(getattr(_Span, "is_enabled", lambda: True), _Span))
-ffi.set_handler(_call_from_xla)
 mlir.register_lowering(_primitive, _by_callback)
 mlir.register_lowering(_primitive, _by_ffi, platform="cpu")
+mlir.register_lowering(_primitive, _by_nccl, platform=device.PLATFORM)
 start_quickly()

@@ -1,7 +1,7 @@
-"""A handler for XLA's foreign function interface, written with ctypes. It gets the addresses of XLA's memory.
+"""Handlers for XLA's foreign function interface, written with ctypes. They get the addresses of XLA's memory.
 
 XLA declares the structures in ``xla/ffi/api/c_api.h``, which is part of jaxlib. This module reads the header
-before it registers the handler. If the members of a structure differ from the declaration in this module,
+before it registers a handler. If the members of a structure differ from the declaration in this module,
 ``available()`` returns False and no memory is accessed.
 """
 
@@ -22,10 +22,10 @@ import numpy as np
 
 from ringdance.training.collectives import array_at
 
-TARGET = "ringdance_exchange"
-
 Array = np.ndarray[Any, Any]
-Handler = Callable[[str, list[Array], list[Array]], None]
+Addresses = tuple[int, ...]
+# Takes the attributes, the addresses of inputs and outputs, and a function that returns the GPU's stream.
+Handler = Callable[[dict[str, str], Addresses, Addresses, Callable[[], int]], None]
 
 _INTERNAL = 13  # XLA_FFI_Error_Code_INTERNAL
 _METADATA = 1  # XLA_FFI_Extension_Metadata
@@ -48,6 +48,7 @@ Metadata = _structure(
 MetadataExtension = _structure("Metadata_Extension", extension_base=Extension, metadata=POINTER(Metadata))
 # Only the leading members are declared. The others are not needed.
 Api = _structure("Api", **_HEAD, api_version=ApiVersion, internal_api=c_void_p, XLA_FFI_Error_Create=c_void_p)
+StreamGet = _structure("Stream_Get_Args", **_HEAD, ctx=c_void_p, stream=c_void_p)
 ErrorCreate = _structure("Error_Create_Args", **_HEAD, message=c_char_p, errc=c_int)
 Buffer = _structure("Buffer", **_HEAD, dtype=c_int, data=c_void_p, rank=c_int64, dims=c_void_p)
 # The last member of both structures is the address of an array of pointers to Buffer.
@@ -62,13 +63,7 @@ CallFrame = _structure(
 )
 _LATER_NAMES = {"XLA_FFI_Extension_Base": "XLA_FFI_InternalExtension"}  # Since JAX 0.12.
 
-_handler: list[Handler] = []
-_alive: list[Any] = []  # Keeps the registered function alive as long as the process runs.
-
-
-def set_handler(function: Handler) -> None:
-    """Set the function that is called with the attribute ``what``, the inputs and the outputs."""
-    _handler[:] = [function]
+_alive: list[Any] = []  # Keeps the registered functions alive as long as the process runs.
 
 
 def members(header: str, name: str) -> list[str]:
@@ -82,10 +77,15 @@ def members(header: str, name: str) -> list[str]:
 
 
 @functools.cache
+def _header() -> str:
+    return Path(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h").read_text()
+
+
+@functools.cache
 def _version() -> tuple[int, int] | None:
     """Return the version of the interface, or None if a structure differs from its declaration here."""
     try:
-        header = Path(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h").read_text()
+        header = _header()
     except (OSError, AttributeError):
         return None
     numbers = [re.search(rf"#define XLA_FFI_API_{part} (\d+)", header) for part in ("MAJOR", "MINOR")]
@@ -104,19 +104,20 @@ def _version() -> tuple[int, int] | None:
     return (major, minor) if major == 0 else None
 
 
-@functools.cache
 def available() -> bool:
-    """Return True if XLA can call Python. Registers the handler on the first call."""
-    if _version() is None:
-        return False
-    function = ctypes.CFUNCTYPE(c_void_p, POINTER(CallFrame))(_handle)
+    """Return True if XLA can call Python."""
+    return _version() is not None
+
+
+def register(target: str, handler: Handler, platform: str) -> None:
+    """Let programs call ``handler`` by the name ``target``. Requires ``available()``."""
+    function = ctypes.CFUNCTYPE(c_void_p, POINTER(CallFrame))(functools.partial(_handle, handler))
     _alive.append(function)
     pointer = ctypes.cast(function, c_void_p)
-    jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(pointer.value), platform="cpu", api_version=1)
-    return True
+    jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(pointer.value), platform=platform, api_version=1)
 
 
-def _handle(frame: Any) -> int | None:
+def _handle(handler: Handler, frame: Any) -> int | None:
     """Handle a call from XLA. Returns an error object, or None on success."""
     try:
         call = frame.contents
@@ -124,7 +125,7 @@ def _handle(frame: Any) -> int | None:
         if extension and extension.contents.type == _METADATA:
             _fill(ctypes.cast(extension, POINTER(MetadataExtension)).contents.metadata.contents)
         elif call.stage == _EXECUTE:
-            _execute(call)
+            _execute(handler, call)
         return None
     except BaseException as error:  # The caller is C++ code, which cannot handle Python exceptions.
         arguments = ErrorCreate(
@@ -155,36 +156,51 @@ def _shapes(text: str) -> list[list[tuple[tuple[int, ...], np.dtype[Any]]]]:
     return [[(tuple(shape), np.dtype(name)) for shape, name in side] for side in json.loads(text)]
 
 
-def _addresses(size: int, buffers: int) -> tuple[int, ...]:
-    """Return the data addresses of all buffers except the first, which is the token that keeps the order."""
+def _addresses(size: int, buffers: int) -> Addresses:
+    """Return the addresses of the buffers' data."""
     # Use integers, because creating ctypes objects for hundreds of gradients would take longer than the
     # exchange itself.
     offset = Buffer.data.offset
     pointers = (c_size_t * size).from_address(buffers)
-    return tuple([c_size_t.from_address(pointer + offset).value for pointer in pointers[1:]])
+    return tuple([c_size_t.from_address(pointer + offset).value for pointer in pointers])
 
 
 # Cached, because XLA reuses the same memory. The views only refer to this memory and do not keep it alive.
 @functools.lru_cache(maxsize=256)
-def _views(
-    text: str, addresses_in: tuple[int, ...], addresses_out: tuple[int, ...]
-) -> tuple[list[Array], list[Array]]:
+def views_at(text: str, inputs: Addresses, outputs: Addresses) -> tuple[list[Array], list[Array]]:
     """Return views of the inputs and outputs, with the shapes and dtypes in ``text``."""
     shapes_in, shapes_out = _shapes(text)
-    outputs = [array_at(address, *kind) for address, kind in zip(addresses_out, shapes_out, strict=True)]
-    known = dict(zip(addresses_out, outputs, strict=True))
+    results = [array_at(address, *kind) for address, kind in zip(outputs, shapes_out, strict=True)]
+    known = dict(zip(outputs, results, strict=True))
     # Use the same view for an input and an output that share memory. This tells the engine to work in place.
-    inputs = [
+    sources = [
         known[address] if address in known and known[address].nbytes else array_at(address, *kind)
-        for address, kind in zip(addresses_in, shapes_in, strict=True)
+        for address, kind in zip(inputs, shapes_in, strict=True)
     ]
-    return inputs, outputs
+    return sources, results
 
 
-def _execute(frame: Any) -> None:
-    """Call the handler with views of XLA's memory."""
+@functools.cache
+def _stream_get() -> int:
+    """Return the position of XLA_FFI_Stream_Get in the table of XLA's functions."""
+    names = members(_header(), "XLA_FFI_Api")
+    later = names.index("XLA_FFI_Stream_Get") - names.index("XLA_FFI_Error_Create")
+    return int(Api.XLA_FFI_Error_Create.offset) + later * ctypes.sizeof(c_void_p)
+
+
+def _stream(frame: Any) -> int:
+    """Return the handle of the GPU stream on which XLA runs the program."""
+    function = c_size_t.from_address(ctypes.addressof(frame.api.contents) + _stream_get()).value
+    arguments = StreamGet(ctypes.sizeof(StreamGet), None, frame.ctx, None)
+    if ctypes.CFUNCTYPE(c_void_p, POINTER(StreamGet))(function)(ctypes.byref(arguments)):
+        raise RuntimeError("XLA did not return the stream of the program.")
+    return arguments.stream or 0
+
+
+def _execute(handler: Handler, frame: Any) -> None:
+    """Call the handler."""
     names, values = frame.attrs.names, frame.attrs.attrs
     attributes = {_text(names[index]): _text(values[index]) for index in range(frame.attrs.size)}
     inputs = _addresses(frame.args.size, frame.args.args)
     outputs = _addresses(frame.rets.size, frame.rets.rets)
-    _handler[0](attributes["what"], *_views(attributes["shapes"], inputs, outputs))
+    handler(attributes, inputs, outputs, functools.partial(_stream, frame))

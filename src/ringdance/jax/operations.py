@@ -47,7 +47,7 @@ _NO_SPLITS = "The result of alltoall(splits=...) has an unknown shape within jit
 def _recorded(what: JaxCall, shapes: Shapes, *values: Any) -> tuple[Any, ...]:
     """Run an exchange and return its results. Within ``jit``, the results have the shapes ``shapes``."""
     if not is_traced(values):
-        return tuple(eager(what, values))
+        return tuple(eager(what, values, shapes))
     dtypes = [value.dtype for value in values]
     if what.call.kind is Collective.ALLTOALL:
         dtypes.append(np.dtype(np.int32))
@@ -125,7 +125,7 @@ def _run(
     what = JaxCall(call, splits=splits, rows=rows)
     alone = session.engine().size == 1 and splits is None
     if not traced:
-        results = eager(what, values)
+        results = eager(what, values, shapes)
     elif alone and call.prescale == call.postscale == 1.0:
         results = [*values, jnp.array(rows, np.int32)] if call.kind is Collective.ALLTOALL else values
     else:

@@ -116,7 +116,7 @@ _by_torch = {"cpu": False, "cuda": False}
 
 def _at_init() -> None:
     engine = session.engine()
-    engine.context.make_device = make_exchange
+    engine.context.make_device |= dict.fromkeys(_by_torch, make_exchange)
     _by_torch["cpu"] = engine.settings.cpu_operations == "gloo" and dist.is_gloo_available()
     _by_torch["cuda"] = engine.settings.gpu_operations != "mpi" and supports_nccl()
 

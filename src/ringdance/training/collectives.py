@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from ringdance.core.engine import Engine
+from ringdance.core.exchange import nccl
 from ringdance.core.recorder import StepMark
 from ringdance.core.request import Collective, Description, ReduceOp, Request, Work
 from ringdance.errors import ArgumentError
@@ -173,6 +174,8 @@ class Call:
         except UnicodeEncodeError:
             raise ArgumentError(f"name={name!r} cannot be encoded: it contains a surrogate.") from None
         described = checks.describe(self.kind, dtypes, shapes, self.operation, *scales, self.root)
+        if device == nccl.DEVICE:  # Its results have a fixed shape, so no dimension may differ between ranks.
+            described = replace(described, shapes=shapes)
         return replace(described, pattern=self.pattern, device=device), name
 
     def refuse(self, engine: Engine, error: Exception | str) -> None:

@@ -29,7 +29,7 @@ class Context:
         achieved: Grows whenever anything makes progress. While it does not grow, the progress engine sleeps.
         in_transit: Number of exchanges that are waiting for other hosts. Long sleeps would stall them.
         recorder: Receives a record of each chunk while ``recorder.words[Word.DETAIL]`` is set.
-        make_device: Makes the exchange for tensors on a device. Set by the framework's binding.
+        make_device: For each kind of device, makes the exchange for tensors on it. Set by the bindings.
         on_thread: Runs a call that may block, while the other process sets continue to be stepped.
     """
 
@@ -39,7 +39,7 @@ class Context:
         self.recorder = recorder or Recorder()
         self.achieved = 0
         self.in_transit = 0
-        self.make_device: Callable[[Exchange, str], Steps] | None = None
+        self.make_device: dict[str, Callable[[Exchange, str], Steps]] = {}
         self.on_thread: Callable[[Callable[[], Any]], Steps] | None = None
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ringdance.core.exchange.base import Context, Steps
 from ringdance.core.exchange.chunks import even_rows
+from ringdance.core.exchange.nccl import nccl_failure
 from ringdance.core.request import Collective, Description, DeviceResults, ReduceOp, Request
 from ringdance.errors import RankLostError, ShutDownError
 from ringdance.torch._private import renamed
@@ -287,11 +288,7 @@ class TorchExchange:
         if failure := communicators.failure_of(group):
             where = f"rank {self._rank} (host {socket.gethostname()}, {self.device})"
             names = self._under_way[0][1] if self._under_way else "a bucket"
-            raise RankLostError(
-                f"{group.name()} failed on {where} during '{names}' or a later exchange: {failure}. Look for "
-                "the first rank that exited and for Xid errors in the kernel log (dmesg), and run again with "
-                "NCCL_DEBUG=WARN to see NCCL's own message."
-            )
+            raise RankLostError(nccl_failure(group.name(), where, names, failure))
         while self._under_way and self._under_way[0][0].query():
             self._under_way.popleft()
 

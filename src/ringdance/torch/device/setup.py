@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ringdance.core.exchange.base import Exchange, Steps
-from ringdance.errors import ArgumentError
+from ringdance.core.exchange.nccl import check_devices
 from ringdance.torch.device import communicators
 from ringdance.torch.device.exchange import TorchExchange
 from ringdance.torch.device.streams import mark, module_of
@@ -35,7 +33,8 @@ def make_exchange(exchange: Exchange, kind: str) -> Steps:
         place = session.engine().local_rank % module.device_count()  # Used if this rank has joined.
         device = _last.get(kind, torch.device(kind, place))  # This thread's current device is GPU 0.
         about = module.get_device_properties(device)
-        yield from _check_devices(exchange, str(getattr(about, "uuid", device.index)))
+        advice = "Call torch.cuda.set_device(hvd.local_rank()) after hvd.init()"
+        yield from check_devices(exchange, str(getattr(about, "uuid", device.index)), advice)
     networks = yield from exchange.gather_bytes(communicators.host_and("net").encode())
     server, served = communicators.serve(exchange.size, networks) if exchange.rank == 0 else (None, [])
     served = json.loads((yield from exchange.broadcast_bytes(json.dumps(served).encode(), 0)))
@@ -45,16 +44,3 @@ def make_exchange(exchange: Exchange, kind: str) -> Steps:
         return TorchExchange(store, device, exchange)
 
     return (yield from on_thread(connect))
-
-
-def _check_devices(exchange: Exchange, uuid: str) -> Steps:
-    """Raise ArgumentError on all members if several of them use the same GPU."""
-    own = json.dumps([socket.gethostname(), uuid]).encode()
-    gpus = [tuple(json.loads(item)) for item in (yield from exchange.gather_bytes(own))]
-    shared = [rank for rank, item in enumerate(gpus) if gpus.count(item) > 1]
-    if shared and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
-        raise ArgumentError(
-            f"Ranks {', '.join(map(str, shared))} share a GPU with other ranks on host {gpus[shared[0]][0]}. "
-            "Call torch.cuda.set_device(hvd.local_rank()) after hvd.init(), and start at most one rank for "
-            "each GPU."
-        )

@@ -1,0 +1,247 @@
+"""Exchange device memory with NCCL, for frameworks that provide addresses instead of tensors.
+
+The ranks agree on requests as usual. The tensors of a request are ``DeviceBuffer`` objects. Consecutive tensors with
+the same dtype must be adjacent in memory: NCCL then needs only one call for each such run. Unlike other exchanges,
+this one ignores ``prescale`` and ``postscale``: the framework's program applies them, because it can do so while it
+copies the tensors next to each other. All members' tensors have the same shapes, in all collectives.
+
+Note [Streams of an exchange]
+A stream is a queue of work on a GPU. The framework computes on its own stream, and each exchange has another one.
+When a request is submitted, an event is recorded on the framework's stream (``Request.ready``), and the exchange's
+stream waits for it. When the exchange is enqueued, another event is recorded (``DeviceResults.event``), and the
+framework's stream waits for it. Nothing blocks the host, and the framework's stream can run other work between the
+two events.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+
+from ringdance.core.exchange.arithmetic import dtype_named
+from ringdance.core.exchange.base import Exchange, Steps
+from ringdance.core.request import Collective, Description, DeviceResults, ReduceOp, Request
+from ringdance.core.transport.nccl import TYPES, Nccl
+from ringdance.errors import ArgumentError, RankLostError, ShutDownError
+
+DEVICE = "gpu"  # ``Description.device`` of requests for this exchange.
+_REDUCTIONS = (Collective.ALLREDUCE, Collective.REDUCESCATTER)
+
+nccl = Nccl()
+_last_device: list[int] = []  # GPU of the last request that this rank submitted.
+
+
+def exchanges(kind: Collective, operation: ReduceOp, scales: tuple[float, float], dtype: str) -> bool:
+    """Return True if NCCL gives the same results as the engine.
+
+    NCCL does not average integers exactly, and may drop NaN in Min and Max.
+    """
+    if kind not in _REDUCTIONS:
+        return True
+    if dtype.startswith(("float", "bfloat")):
+        return operation in (ReduceOp.SUM, ReduceOp.AVERAGE)
+    return dtype in TYPES and operation is ReduceOp.SUM and scales == (1.0, 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceBuffer:
+    """A tensor in the memory of a GPU. The framework keeps the memory alive."""
+
+    address: int
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    nbytes: int
+
+    @property
+    def ndim(self) -> int:
+        """The number of dimensions."""
+        return len(self.shape)
+
+
+def buffers_at(
+    addresses: Sequence[int], shapes: Sequence[tuple[int, ...]], dtypes: Sequence[np.dtype[Any]]
+) -> tuple[DeviceBuffer, ...]:
+    """Return tensors that are adjacent in memory.
+
+    Args:
+        addresses: Start of each run of tensors with the same dtype.
+        shapes: Shape of each tensor.
+        dtypes: Dtype of each tensor.
+    """
+    buffers, starts = [], iter(addresses)
+    for dtype, run in groupby(zip(dtypes, shapes, strict=True), lambda pair: pair[0]):
+        address = next(starts)
+        for _, shape in run:
+            nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+            buffers.append(DeviceBuffer(address, shape, dtype, nbytes))
+            address += nbytes
+    return tuple(buffers)
+
+
+def ready(stream: int) -> Any:
+    """Note the calling thread's current GPU. Returns the event after which the tensors hold the data to send."""
+    _last_device[:] = [nccl.current_device()]
+    return nccl.stream_at(stream).record()
+
+
+def wait(stream: int, results: DeviceResults) -> None:
+    """Let a framework's stream, given by its handle, wait for the results of a request."""
+    nccl.stream_at(stream).wait(results.event)
+
+
+class NcclExchange:
+    """The ``DeviceExchange`` of a process set, for ``DeviceBuffer`` objects. Blocks at creation until all
+    members have created theirs.
+
+    Args:
+        exchange: The engine's exchange for the set.
+        unique_id: Id of the communicator, the same on all members.
+        device: Index of this rank's GPU.
+    """
+
+    def __init__(self, exchange: Exchange, unique_id: bytes, device: int) -> None:
+        self._exchange, self._device = exchange, device
+        nccl.use(device)
+        self._stream = nccl.new_stream()
+        self._communicator: Any = nccl.connect(unique_id, exchange.size, exchange.rank)
+        self._in_flight: deque[tuple[Any, str]] = deque()  # Events and the names of their requests.
+        self._memory: Any = None  # Used if this rank has joined: the first half is zero.
+
+    def execute(self, pairs: Sequence[tuple[Description, Request | None]], members: Sequence[int]) -> Steps:
+        """Enqueue a batch. See ``DeviceExchange``."""
+        if self._communicator is None:
+            raise ShutDownError("The communicator for these tensors is closed, so they cannot be exchanged.")
+        yield from ()
+        nccl.use(self._device)
+        names = ", ".join(str(request.name) for _, request in pairs if request is not None)
+        for _, request in pairs:
+            if request is not None:
+                self._stream.wait(request.ready)
+        try:
+            with nccl.group():
+                for description, request in pairs:
+                    for run in self._runs(description, request):
+                        self._enqueue(description, members, *run)
+        except Exception as error:
+            raise self._failed(names, str(error)) from error
+        event = self._stream.record()
+        self._in_flight.append((event, names))
+        self._exchange.context.achieved += 1
+        return [_results(request, event) for _, request in pairs]
+
+    def _runs(
+        self, d: Description, request: Request | None
+    ) -> Iterator[tuple[str, int, int, int]]:
+        """Yield the dtype, number of elements, source address and target address of each run of tensors."""
+        index = 0
+        for dtype, run in groupby(zip(d.dtypes, d.shapes, strict=True), lambda pair: pair[0]):
+            shapes = [shape for _, shape in run]
+            count = sum(int(np.prod(shape, dtype=np.int64)) for shape in shapes)
+            if count and request is None:
+                yield dtype, count, *self._unused(count * dtype_named(dtype).itemsize)
+            elif count and request is not None and request.outputs is not None:
+                yield dtype, count, request.inputs[index].address, request.outputs[index].address
+            index += len(shapes)
+
+    def _unused(self, nbytes: int) -> tuple[int, int]:
+        """Return the addresses of zeros to send, and of memory for results that are not needed."""
+        if self._memory is None or self._memory.size < 2 * nbytes:
+            self._memory = nccl.zeros(2 * nbytes, self._stream)
+        start = int(self._memory.handle)
+        return start, start + self._memory.size // 2
+
+    def _enqueue(
+        self, d: Description, members: Sequence[int], dtype: str, count: int, source: int, target: int
+    ) -> None:
+        place, size = (self._communicator, self._stream), self._exchange.size
+        average, nbytes = d.operation is ReduceOp.AVERAGE, count * dtype_named(dtype).itemsize
+        if d.kind is Collective.ALLREDUCE:
+            nccl.all_reduce(source, target, count, dtype, average, *place)
+        elif d.kind is Collective.REDUCESCATTER:
+            nccl.reduce_scatter(source, target, count // size, dtype, average, *place)
+        elif d.kind is Collective.BROADCAST:
+            nccl.broadcast(source, target, nbytes, members.index(d.root), *place)
+        elif d.kind is Collective.ALLGATHER:
+            nccl.all_gather(source, target, nbytes, *place)
+        elif d.kind is Collective.ALLTOALL:
+            part = nbytes // size
+            for rank in range(size):
+                nccl.send(source + rank * part, part, rank, *place)
+                nccl.receive(target + rank * part, part, rank, *place)
+        else:
+            raise AssertionError(f"NcclExchange does not support the collective {d.kind.name}.")
+
+    def check(self) -> None:
+        """Raise RankLostError if NCCL has failed."""
+        if self._communicator is None:
+            return
+        if failure := nccl.failure_of(self._communicator):
+            names = self._in_flight[0][1] if self._in_flight else "an exchange"
+            raise self._failed(names, failure)
+        while self._in_flight and self._in_flight[0][0].is_done:
+            self._in_flight.popleft()
+
+    def _failed(self, names: str, failure: str) -> RankLostError:
+        where = f"rank {self._exchange.rank} (host {socket.gethostname()}, GPU {self._device})"
+        return RankLostError(nccl_failure("NCCL", where, names, failure))
+
+    def close(self, agreed: bool) -> None:
+        """Free the communicator. Unless ``agreed``, abort it in a thread, because this can take a while."""
+        communicator, self._communicator = self._communicator, None
+        self._in_flight.clear()
+        if communicator is None:
+            return
+        if agreed:
+            nccl.use(self._device)
+            self._stream.sync()
+            nccl.destroy(communicator)
+        else:
+            threading.Thread(
+                target=nccl.abort, args=(communicator,), name="ringdance abort", daemon=True
+            ).start()
+
+
+def _results(request: Request | None, event: Any) -> DeviceResults:
+    results = DeviceResults(() if request is None else request.outputs or ())
+    results.event = event
+    return results
+
+
+def nccl_failure(library: str, where: str, names: str, failure: str) -> str:
+    """Return the message for an error that NCCL has detected."""
+    return (
+        f"{library} failed on {where} during '{names}' or a later exchange: {failure}. Look for "
+        "the first rank that exited and for Xid errors in the kernel log (dmesg), and run again with "
+        "NCCL_DEBUG=WARN to see NCCL's own message."
+    )
+
+
+def make_exchange(exchange: Exchange, local_rank: int) -> Steps:
+    """Create the ``NcclExchange`` of a process set."""
+    assert exchange.context.on_thread is not None
+    device = _last_device[0] if _last_device else local_rank % nccl.device_count()
+    yield from check_devices(exchange, nccl.use(device), "Give each rank its own GPU")
+    own = nccl.unique_id() if exchange.rank == 0 else b""
+    unique_id = yield from exchange.broadcast_bytes(own, 0)
+    return (yield from exchange.context.on_thread(lambda: NcclExchange(exchange, unique_id, device)))
+
+
+def check_devices(exchange: Exchange, uuid: str, advice: str) -> Steps:
+    """Raise ArgumentError on all members if several of them use the same GPU."""
+    own = json.dumps([socket.gethostname(), uuid]).encode()
+    gpus = [tuple(json.loads(item)) for item in (yield from exchange.gather_bytes(own))]
+    shared = [rank for rank, item in enumerate(gpus) if gpus.count(item) > 1]
+    if shared and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
+        raise ArgumentError(
+            f"Ranks {', '.join(map(str, shared))} share a GPU with other ranks on host {gpus[shared[0]][0]}. "
+            f"{advice}, and start at most one rank for each GPU."
+        )

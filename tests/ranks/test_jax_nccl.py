@@ -1,0 +1,185 @@
+"""Exchanges of JAX arrays with NCCL. A stand-in exchanges host memory instead: see ``nccl_double``."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ringdance.jax as hvd
+from ringdance.core.exchange import nccl
+from ringdance.errors import MismatchError
+from ringdance.jax import ffi
+
+if os.environ.get("TEST_NCCL") != "double":
+    pytest.skip("runs in the jobs jax-nccl", allow_module_level=True)
+
+hvd.init()
+RANK, SIZE = hvd.rank(), hvd.size()
+double: Any = nccl.nccl
+several = pytest.mark.skipif(SIZE == 1, reason="one rank exchanges nothing")
+total = partial(hvd.allreduce, op=hvd.Sum)
+
+
+@pytest.fixture(autouse=True)
+def _forget() -> None:
+    double.enqueued.clear()
+
+
+@several
+def test_a_group_is_one_call_for_each_dtype() -> None:
+    def function(x: Any) -> Any:
+        values = [x, x.astype(jnp.bfloat16), x.reshape(2, 3) + 1, x.astype(jnp.int32)]
+        return hvd.grouped_allreduce(values, op=hvd.Sum)
+
+    x = jnp.arange(6.0) * (RANK + 1)
+    factor = sum(range(SIZE + 1))
+    for _ in range(3):
+        a, b, c, d = jax.jit(function)(x)
+    np.testing.assert_array_equal(a, np.arange(6.0) * factor)
+    np.testing.assert_array_equal(b.astype(jnp.float32), np.arange(6.0) * factor)
+    np.testing.assert_array_equal(c, np.arange(6.0).reshape(2, 3) * factor + SIZE)
+    np.testing.assert_array_equal(d, np.arange(6) * factor)
+    assert double.enqueued == ["all_reduce"] * 9
+
+
+@several
+def test_each_collective_goes_to_nccl() -> None:
+    x = jnp.arange(2.0 * SIZE) + 10 * RANK
+    rows = np.arange(2.0 * SIZE)
+    gathered = jax.jit(lambda x: hvd.grouped_allgather([x.reshape(-1, 2), x]))(x)
+    np.testing.assert_array_equal(gathered[0], np.concatenate([(rows + 10 * r).reshape(-1, 2) for r in range(SIZE)]))
+    np.testing.assert_array_equal(gathered[1], np.concatenate([rows + 10 * r for r in range(SIZE)]))
+    scattered = jax.jit(lambda x: hvd.grouped_reducescatter([x, x.reshape(-1, 1) + 1], op=hvd.Sum))(x)
+    own = (rows * SIZE + 10 * sum(range(SIZE)))[2 * RANK : 2 * RANK + 2]
+    np.testing.assert_array_equal(scattered[0], own)
+    np.testing.assert_array_equal(scattered[1], own[:, None] + SIZE)
+    sent = jax.jit(hvd.alltoall)(x)
+    np.testing.assert_array_equal(sent, np.concatenate([rows[2 * RANK : 2 * RANK + 2] + 10 * r for r in range(SIZE)]))
+    np.testing.assert_array_equal(jax.jit(lambda x: hvd.broadcast(x > 0, SIZE - 1))(x - 10 * RANK), rows > 0)
+    kinds = ["all_gather", "reduce_scatter", *["send", "receive"] * SIZE, "broadcast"]
+    assert double.enqueued == kinds
+
+
+@several
+def test_scaling_and_averages() -> None:
+    x = jnp.full(4, RANK + 1.0)
+    call = partial(hvd.allreduce, op=hvd.Average, prescale_factor=4.0, postscale_factor=0.5)
+    for convert in (jnp.float32, jnp.float16, jnp.bfloat16):
+        result = jax.jit(call)(x.astype(convert))
+        assert result.dtype == convert
+        np.testing.assert_allclose(result.astype(jnp.float32), 2 * np.mean(np.arange(SIZE) + 1.0), rtol=0.01)
+    assert double.enqueued == ["all_reduce"] * 3
+
+
+@several
+@pytest.mark.parametrize("call", [
+    partial(hvd.allreduce, op=hvd.Max), partial(hvd.allreduce, op=hvd.Average),
+    lambda x: hvd.allreduce(x * 1j, op=hvd.Sum).imag, lambda x: hvd.reducescatter(x[:-1], op=hvd.Sum),
+    lambda x: hvd.allgather(x[:0]),
+])  # fmt: skip
+def test_what_nccl_cannot_do_goes_through_the_host(call: Any) -> None:
+    x = jnp.arange(2 * SIZE)
+    jax.block_until_ready(jax.jit(call)(x))
+    assert double.enqueued == []
+
+
+@several
+def test_eager_calls_stay_on_the_device() -> None:
+    x = jnp.arange(4.0)
+    np.testing.assert_array_equal(total(x), SIZE * np.arange(4.0))
+    np.testing.assert_array_equal(hvd.broadcast(x + RANK, 1), np.arange(4.0) + 1)
+    assert double.enqueued == ["all_reduce", "broadcast"]
+    np.testing.assert_array_equal(hvd.allgather(x[: RANK + 1]).shape, (SIZE * (SIZE + 1) // 2,))
+    assert double.enqueued == ["all_reduce", "broadcast"]  # its length is not known in advance
+
+
+@several
+def test_two_exchanges_are_in_flight_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An exchange does not wait for the result of an earlier one that it does not need."""
+    events = []
+    original = nccl.ready
+    monkeypatch.setattr(nccl, "ready", lambda stream: (events.append("start"), original(stream))[1])
+    waiting = nccl.wait
+    monkeypatch.setattr(nccl, "wait", lambda *given: (waiting(*given), events.append("finish"))[0])
+
+    def function(x: Any) -> Any:
+        first = total(x, name="first")
+        second = total(jnp.sin(x), name="second")
+        return first + second
+
+    x = jnp.arange(4.0)
+    np.testing.assert_allclose(jax.jit(function)(x), SIZE * (np.arange(4.0) + np.sin(np.arange(4.0))), rtol=1e-6)
+    assert sorted(events) == ["finish"] * 2 + ["start"] * 2
+
+
+@several
+def test_rows_must_match_within_a_program() -> None:
+    with pytest.raises(jax.errors.JaxRuntimeError, match="Mismatched shapes"):
+        jax.block_until_ready(jax.jit(hvd.allgather)(jnp.arange(2.0 + RANK)))
+    with pytest.raises(MismatchError, match="Mismatched shapes"):
+        total(jnp.arange(2.0 + RANK))
+    np.testing.assert_array_equal(total(jnp.ones(2)), [SIZE, SIZE])
+
+
+@several
+def test_an_error_of_nccl_ends_all_ranks_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    total(jnp.ones(2), name="before")
+    hvd.barrier()
+    if RANK == 0:
+        monkeypatch.setattr(double, "failure_of", lambda _: "RemoteError")
+    with pytest.raises(Exception, match="NCCL failed on rank 0 .*RemoteError"):
+        while True:
+            jax.block_until_ready(jax.jit(total)(jnp.ones(3)))
+    hvd.shutdown()
+    monkeypatch.undo()
+    hvd.init()
+    np.testing.assert_array_equal(total(jnp.ones(2)), [SIZE, SIZE])
+
+
+def test_the_stream_is_found_in_the_table_of_xla() -> None:
+    """On the CPU, XLA has no stream and says so."""
+    errors = []
+
+    def handler(_: Any, inputs: Any, outputs: Any, stream: Any) -> None:
+        try:
+            double.original_stream(*stream.args)
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    ffi.register("test_stream", handler, "cpu")
+    kind = jax.ShapeDtypeStruct((2,), jnp.float32)
+    jax.block_until_ready(jax.jit(jax.ffi.ffi_call("test_stream", kind))(jnp.ones(2)))
+    assert errors == ["XLA did not return the stream of the program."]
+
+
+@several
+def test_a_rank_that_has_joined_sends_zeros() -> None:
+    step = jax.jit(lambda x: hvd.grouped_allreduce([x, x.astype(jnp.bfloat16) * 2], op=hvd.Sum))
+    for number in range(2 + RANK):
+        a, b = step(jnp.ones(3))
+        ranks = SIZE if number < 2 else SIZE + 1 - number
+        np.testing.assert_array_equal(a, np.full(3, ranks))
+        np.testing.assert_array_equal(b.astype(jnp.float32), np.full(3, 2 * ranks))
+    assert hvd.join() == SIZE - 1
+
+
+@several
+def test_sets_and_a_restarted_job() -> None:
+    for _ in range(2):
+        own = hvd.add_process_set([0, SIZE - 1])
+        if own.included():
+            result = jax.jit(partial(hvd.allreduce, op=hvd.Sum, process_set=own))(jnp.full(2, RANK + 1.0))
+            np.testing.assert_array_equal(result, np.full(2, SIZE + 1.0))
+        hvd.barrier()
+        alone = hvd.add_process_set([0])
+        if RANK == 0:
+            np.testing.assert_array_equal(total(jnp.ones(2), process_set=alone), np.ones(2))
+        hvd.shutdown()
+        hvd.init()
+    np.testing.assert_array_equal(total(jnp.ones(2)), np.full(2, SIZE))
