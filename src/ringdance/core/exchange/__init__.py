@@ -27,8 +27,8 @@ def exchange_for(
     Args:
         transport: The communicator.
         chunk_bytes: Maximum size, in bytes, of the chunk that is reduced at a time.
-        small_bytes: Batches up to this size are exchanged with the lowest latency.
-        context: Counts progress.
+        small_bytes: Maximum size, in bytes, of a batch that takes the path with the lowest latency.
+        context: State that the engine's exchanges share.
         fixed_order: If True, reduce every element in the same order (within a host by rank, then host by
             host). Otherwise small batches, and batches of many members, are reduced in MPI's order, which may
             depend on the batch.

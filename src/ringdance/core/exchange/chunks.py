@@ -74,6 +74,6 @@ def chunks(sizes: tuple[int, ...], limit: int, members: int) -> tuple[tuple[tupl
 
 
 def even_rows(rows: int, members: int) -> list[int]:
-    """Return how many of ``rows`` each member gets from a reducescatter. The first ones may get one more."""
+    """Return each member's row count in a reducescatter. The first members may receive one more row."""
     share, rest = divmod(rows, members)
     return [share + (member < rest) for member in range(members)]

@@ -16,18 +16,18 @@ from ringdance.core.transport.base import Pending, Transport
 
 _IN_FLIGHT = 4  # chunks: enough to overlap packing, sending and unpacking
 _AHEAD = 2  # chunks that are sent before the first is reduced, to keep the network busy
-_POLLS = 8  # consecutive tests for completion, because the library moves data only during tests
+_POLLS = 8  # consecutive tests for completion, because MPI moves data only during tests
 _FEW = 16  # maximum number of members that send the blocks of a chunk to each other
-# A second round in flight keeps the network busy while the first is packed or unpacked.
+# Rounds in flight. A second one keeps the network busy while the first is packed or unpacked.
 _ROUNDS = 2
 
 _Handle = Callable[[int, Array], Steps]
-# A round in flight, and a function that unpacks its data, or None.
+# A round in flight, and a function that unpacks its data (None if there is nothing to unpack).
 _Posted = tuple[Pending, Callable[[], None] | None]
 
 
 def sends_to_few(members: int) -> bool:
-    """Return True if MPI's all-reduce needs fewer messages per member than blocks do, and no more bytes.
+    """Return True if MPI's all-reduce sends fewer messages than an exchange of blocks, and no more bytes.
 
     This holds if the number of members is a power of two. Otherwise, some members send twice as much.
     """
@@ -43,9 +43,9 @@ class _ChunkInFlight:
 
     Args:
         transport: Connects the members that reduce.
-        small_bytes: Up to this size, MPI's own all-reduce is used, because it is faster. If negative, it is
-            never used.
-        context: Counts exchanges in transit.
+        small_bytes: Maximum size, in bytes, of a chunk that MPI's own all-reduce reduces, because it is
+            faster for small chunks. Negative for none.
+        context: State that the engine's exchanges share.
         chunk_bytes: Size of the largest chunk.
 
     Attributes:
@@ -97,7 +97,7 @@ class _ChunkInFlight:
         return completed(self._pending, self._context)
 
     def test(self) -> None:
-        """Let the library move data, which it does only while it is called."""
+        """Call the MPI library, which moves data only during calls."""
         if self._pending is not None:
             self._pending.test()
 
@@ -125,9 +125,9 @@ class ChunkPipeline:
     Args:
         transport: Connects the members that reduce.
         chunk_bytes: Size of the largest chunk.
-        small_bytes: Up to this size, MPI's own all-reduce is used, because it is faster. If negative, it is
-            never used.
-        context: Counts completed chunks.
+        small_bytes: Maximum size, in bytes, of a chunk that MPI's own all-reduce reduces, because it is
+            faster for small chunks. Negative for none.
+        context: State that the engine's exchanges share.
     """
 
     def __init__(self, transport: Transport, chunk_bytes: int, small_bytes: int, context: Context) -> None:
@@ -160,7 +160,7 @@ class ChunkPipeline:
                 self._context.achieved += 1
 
     def _meanwhile(self, steps: Steps) -> Steps:
-        """Let the library move the chunks in flight while ``steps`` wait for something else."""
+        """Run ``steps``. Whenever they wait, test the chunks in flight, so that MPI moves their data."""
         self._context.in_transit += 1
         try:
             for _ in steps:
@@ -177,7 +177,7 @@ class MpiExchange(Exchange):
     Args:
         transport: Connects all members.
         sizes: How many bytes to send at a time.
-        context: Counts progress.
+        context: State that the engine's exchanges share.
     """
 
     def __init__(self, transport: Transport, sizes: Sizes, context: Context) -> None:

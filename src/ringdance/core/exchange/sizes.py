@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 MIN_BLOCK_BYTES = 256  # minimum chunk size per member of a host: 16 elements of any dtype
 _MESSAGE = 16 << 10  # minimum size of a block in bytes: shorter messages take more CPU time than network time
-_MAX_WIRE = 16 << 20  # maximum number of bytes sent together
+_MAX_WIRE = 16 << 20  # bytes: ``_wire`` does not enlarge sends beyond this size
 # Maximum size of a round. Far below the limit of MPI's counts, 2^31 bytes. Beyond 4 MiB, the size hardly
 # matters.
 _MAX_ROUND = 16 << 20
@@ -52,11 +52,11 @@ class Sizes:
 
     @property
     def max_wire(self) -> int:
-        """Upper bound for the blocks that are sent together, for which memory is allocated."""
+        """Maximum size of the blocks that are sent together, for which memory is allocated."""
         return max(self.max_flat_chunk, self.first_wire)
 
     def changed(self, chunk: int, wire: int) -> Sizes:
-        """Return the sizes for another ``chunk`` and ``wire``, within their bounds."""
+        """Return a copy with new values of ``chunk`` and ``wire``, which are clamped to their bounds."""
         chunk = min(max(chunk, self.min_chunk), self.max_chunk)
         per_wire = max(1, min(wire, self.max_wire) // _block(chunk, self.blocks)) if self.blocks else 1
         flat_chunk = self.first_flat_chunk
@@ -65,9 +65,9 @@ class Sizes:
         return replace(self, chunk=chunk, flat_chunk=flat_chunk, wire=wire, chunks_per_wire=per_wire)
 
     def row(self, rows: int) -> int:
-        """Return how many bytes one round moves of each of ``rows`` rows. A multiple of any dtype's size.
+        """Return how many bytes of each of ``rows`` rows one round moves: a multiple of any dtype's size.
 
-        Used by reducescatter, and for data that are not reduced.
+        Used by reducescatter, and by collectives that do not reduce.
         """
         return max(_LINE, min(_MAX_ROUND, 32 * self.first_flat_chunk) // max(1, rows) // _LINE * _LINE)
 

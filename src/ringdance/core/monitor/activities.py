@@ -1,4 +1,4 @@
-"""Find the phases of a batch's chunks, and the phases that belong to each tensor."""
+"""Derive the phases of a batch's chunks, and the activities of each tensor, from the records."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def activities(chunks: Sequence[Chunk], nbytes: Sequence[int]) -> list[list[Span
     for end, size in zip(accumulate(nbytes), nbytes, strict=True):
         first = max(0, bisect_right(edges, end - size) - 1)
         last = max(first, min(count - 1, bisect_left(edges, end) - 1))
-        copied_in = _phase(chunks[first], 3)[0]  # while chunk n is reduced, n - 1 is copied out and n + 1 in
+        copied_in = _phase(chunks[first], 3)[0]  # phase 3 of a chunk copies in the next chunk
         reduce_from, reduce_to = _phase(chunks[first + 1], 2)[0], _phase(chunks[last + 1], 2)[1]
         copied_out = _phase(chunks[last + 2], 1)[1]
         edges_of = (copied_in, reduce_from, reduce_to, copied_out)

@@ -56,7 +56,7 @@ class Monitor:
         self._others = 0  # number of other hosts' monitors that will connect
         self._metrics: Metrics | None = None
         self._interval = _IDLE_S
-        self._ending = False  # True if the rank that started this process is about to leave
+        self._ending = False  # True once the rank that started this process is leaving
         self._detail: int | None = 0
         self._input = b""
         self._commands: dict[str, Callable[..., Any]] = {
@@ -81,7 +81,7 @@ class Monitor:
 
     def _serve_ranks(self) -> None:
         os.nice(19)
-        if not self._alive:  # users of metrics see this; requests for a timeline get an error
+        if not self._alive:  # shown only if metrics were requested: stderr is /dev/null otherwise
             os.write(2, b"ringdance: no metrics: the ranks' memory cannot be opened through /proc/PID/fd\n")
         while self._alive:
             busy = self._trace or self._sender or self._followers or self._ending
@@ -150,11 +150,11 @@ class Monitor:
     def _metrics_to(self, interval: float, **options: Any) -> None:
         self._metrics = Metrics(self._readers, warn=self._warn, interval=interval, **options)
         self._interval = interval
-        # Otherwise, the rank's stderr would stay open until this process exits.
+        # Release the rank's stderr, which would otherwise stay open until this process exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
     def _set_detail(self, detail: int | None, anew: bool = False) -> None:
-        """Set what this host's ranks record. If None, the ranks decide (see setting ``timeline_steps``)."""
+        """Set ``Word.DETAIL`` of this host's ranks. If None, they set it (see setting ``timeline_steps``)."""
         self._detail = detail
         for reader in self._readers:
             if anew:
@@ -201,7 +201,7 @@ class Monitor:
     # --- other hosts ---------------------------------------------------------------------------
 
     def _listen(self, others: int) -> dict[str, Any]:
-        """Listen for the monitors of ``others`` hosts. Returns how they can connect."""
+        """Listen for the monitors of ``others`` hosts. Returns the arguments for their ``connect``."""
         self._others = others
         listener, token = tcp.listen(), secrets.token_bytes(32)
         self._watch(listener.fileno(), lambda: self._accept(listener, token))
@@ -262,6 +262,6 @@ class Monitor:
 
 def main() -> None:
     """Run the monitor for the ranks whose process ids are the arguments."""
-    for number in (signal.SIGINT, signal.SIGHUP):  # signals from the terminal: the ranks decide when to exit
+    for number in (signal.SIGINT, signal.SIGHUP):  # from the terminal; this process exits after the ranks
         signal.signal(number, signal.SIG_IGN)
     Monitor([int(word) for word in sys.argv[1:]]).run()

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-_SILENT_S = 10.0  # maximum pause of a client while it sends its request or reads the response
+_SILENT_S = 10.0  # timeout for a client that sends its request or reads the response
 _THREADS = 64
 
 
@@ -72,7 +72,7 @@ class RankCollector(Collector):
         self._rows = rows
 
     def describe(self) -> list[Metric]:
-        """Return nothing, so that the registry does not ask for rows when it is created."""
+        """Return nothing, so that the registry does not request rows when this collector is registered."""
         return []
 
     def collect(self) -> Iterator[Metric]:
@@ -102,7 +102,7 @@ def serve(text: str, rows: Callable[[], Sequence[Mapping[str, Any]]]) -> str:
     address = address.strip("[]") or "127.0.0.1"
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
-        with socket.socket(family) as probe:  # in newer Python versions, servers can share a port
+        with socket.socket(family) as probe:  # the server itself would share a port that is in use
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((address, int(port)))
             probe.listen()

@@ -121,7 +121,7 @@ class Timeline:
             waiting = self._submitted[rank, record.set_id, name]
             submitted.append(waiting.popleft() if waiting else (0, 0))
         if not any(when for when, _ in submitted):
-            return  # not in the steps for which a timeline was requested
+            return  # outside the steps for which a timeline was requested
         writer.span(
             _RANKS + rank, _BATCHES, kind, began, record.time,
             round=number, bytes=low | high << 32, tensors=len(names), process_set=record.set_id,
@@ -131,7 +131,7 @@ class Timeline:
         spans = activities(chunks, [nbytes for _, nbytes in submitted])
         for name, (when, nbytes), parts in zip(names, submitted, spans, strict=True):
             if not when:
-                continue  # submitted before the timeline started
+                continue  # the request was submitted before the timeline started
             pid = self._tensor(name, rank)
             writer.end(pid, rank, f"NEGOTIATE_{kind}", began, round=number, process_set=record.set_id)
             writer.begin(pid, rank, kind, began)
