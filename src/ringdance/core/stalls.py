@@ -34,20 +34,20 @@ from ringdance.settings import Settings
 
 _DEADLOCK = (
     "All ranks are waiting, each for an operation that another rank has not submitted, and no rank has "
-    "submitted anything for {:g} s (setting deadlock_time): none of them can ever continue."
+    "submitted anything for {:g} s (setting deadlock_time), so none of them can ever continue."
 )
 _ANSWER_TIMEOUT = 0.5
 _BUSY_TIMEOUT = 1.5  # for a process that may have to wait for a core, or is on another host
-_LOOK_TIMEOUT = 4.0  # time for a rank on another host to examine a silent rank there
+_LOOK_TIMEOUT = 4.0  # time that a rank on another host gets to examine a silent rank on that host
 _SAME_ANSWER = 0.1  # seconds for which an answer is reused: examining all threads takes about 20 ms
-_RECHECK = 1.0  # seconds until the next inquiry after one that found nothing wrong
+_RECHECK = 1.0  # seconds until the next inquiry after an exchange was found to be in progress
 _MOST_PATIENCE = 120.0
 _Report = tuple[str | None, type[StallError] | None]
 
 
 @dataclass
 class _Inquiry:
-    """An inquiry about a request, with the state at the time it was sent."""
+    """An inquiry about a request, and this rank's state at the time when the inquiry was sent."""
 
     asked: float
     state: ProcessSetState
@@ -98,10 +98,10 @@ class StallWatch:
         self._sets, self._callers = sets, callers
         self._settings = settings
         self._next_report: dict[tuple[int, str], float] = {}
-        self._quiet_until = 0.0  # a report on one request covers the requests after it
+        self._quiet_until = 0.0  # after a report, later requests are not reported until this time
         self._inquiry: _Inquiry | None = None
         self._status: tuple[float, dict[str, Any]] = -1.0, {}
-        self._moved: dict[int, tuple[int, float]] = {}  # by set: the last ``_count``, and when it changed
+        self._moved: dict[int, tuple[int, float]] = {}  # by set: last ``_count``, time of its last change
         self._recorder, self._words = recorder, recorder.words
         self._adaptive = settings.origin("stall_check_time") == "default"
         self._last_batch, self._last_step = (0, time.monotonic(), 0), (0, time.monotonic())
@@ -312,7 +312,7 @@ class StallWatch:
             behind=[state.members[group[index]] for index in behind],
             idle=now - self._moved[state.set_id][1],
             # Only progress within one round counts: a series of rounds that achieve nothing moves no data.
-            moving=inquiry.answers.keys() >= set(others)  # data move if both ranks are waiting
+            moving=inquiry.answers.keys() >= set(others)  # data move while both ranks are waiting
             if message
             else state.in_round and state.rounds == inquiry.rounds and _count(state) != inquiry.count,
             pauses={rank: what for rank, (what, _) in self.pauses.copy().items()},
@@ -355,7 +355,7 @@ class StallWatch:
         return any(inquiry.seen.get(rank, inquiry) is None for rank in silent)
 
     def on_seen(self, note: dict[str, Any]) -> None:
-        """Store what a rank has reported about a silent rank on the same host."""
+        """Store a rank's report about a silent rank on the same host."""
         if self._inquiry is not None:
             self._inquiry.seen[note["rank"]] = note
 
@@ -377,4 +377,4 @@ def _count(state: ProcessSetState) -> int:
     window = state.transport.window
     if window is not None and state.transport.one_host:
         return window.count
-    return state.exchange.context.achieved  # for all sets together: a set that spans hosts has no counter
+    return state.exchange.context.achieved  # shared by all sets: a set across hosts has no counter

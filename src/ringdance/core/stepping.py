@@ -22,8 +22,8 @@ from ringdance.core.peers import Peers
 from ringdance.core.process_sets.registry import ProcessSets
 
 _CHECK_EVERY = 0.09  # seconds between checks of the peers: slightly less than a rest of the engine thread
-_CHECK_STEPS = 32  # productive steps between checks, for long exchanges in which no thread sleeps
-_STEP_LIMIT = 5.0  # seconds for another thread to finish its step; most steps take microseconds
+_CHECK_STEPS = 32  # steps with progress between checks, for long exchanges in which no thread sleeps
+_STEP_LIMIT = 5.0  # seconds to wait for another thread's step; most steps take microseconds
 
 
 @dataclass(eq=False)
@@ -61,7 +61,7 @@ class Stepper:
         is due.
         """
         me, taken = object(), self._taken
-        try:  # as in try_exclusively, but without calls, because waiting threads run this constantly
+        try:  # try_exclusively, inlined because waiting threads run this constantly
             if taken.setdefault(0, me) is not me or self.end.closed:
                 return False
             sets, context = self.sets, self.context

@@ -37,7 +37,7 @@ def is_plain(description: Description) -> bool:
 def plan_batches(descriptions: Sequence[Description], threshold: int) -> list[list[int]]:
     """Group requests, given in agreed order, into batches of at most ``threshold`` bytes.
 
-    A request that is larger than ``threshold`` forms its own batch, as does every request if it is 0.
+    A request that is larger than ``threshold`` forms its own batch. If the threshold is 0, all requests do.
     Returns lists of positions in ``descriptions``.
     """
     batches: list[list[int]] = []

@@ -144,8 +144,8 @@ class ProcessSets:
             raise ArgumentError(f"The ranks of a process set must be integers, but got {ranks!r}.") from None
         if not wanted or wanted[0] < 0 or wanted[-1] >= size or len(set(wanted)) < len(wanted):
             raise ArgumentError(
-                "A process set must have at least one rank, no duplicates and only ranks of this job, but got "
-                f"{list(wanted)}. This job has the ranks 0 to {size - 1}."
+                "A process set must have at least one rank, no duplicates, and only ranks of this job, but "
+                f"got {list(wanted)}. This job has the ranks 0 to {size - 1}."
             )
         for set_id, known in self.registered.copy().items():  # Note [Copies of dictionaries]
             if known.ranks == wanted and set_id < FIRST_GROUP:
