@@ -86,7 +86,7 @@ def _doing(frames: Sequence[FrameType], said: str) -> str:
 def doing_in(files: Sequence[str], said: str) -> str:
     """Return what a thread is doing, according to its library files (innermost first), or ``said``."""
     known = [doing for file in files for part, doing in _BY_FILE if part in file]
-    # If a loader without workers loads data in this thread, ``said`` describes what it is doing.
+    # A loader without workers runs in this thread, so ``said`` describes what the loader is doing.
     loads = known[:1] == [_LOADS] and said and not said.startswith("waits")
     return said if not known or loads or said.startswith("waits for data") else known[0]
 

@@ -118,7 +118,7 @@ class RunSummary:
         return len(self._others) + 1 >= self._size
 
     def lines(self, identities: Sequence[Identity]) -> list[str]:
-        """Return the lines of the summary, or [] if the run was too short for one. Called on rank 0."""
+        """Return the lines of the summary, or [] if no summary is wanted. Called on rank 0."""
         if not self.wanted():
             return []
         return summary_lines(identities, {0: self.figures(), **self._others}, self.seconds)
