@@ -1,1 +1,1 @@
-"""The engine: submit → agree → batch → exchange → done. Settings are passed to it."""
+"""The engine, which is independent of frameworks: submit → agree → batch → exchange → done."""

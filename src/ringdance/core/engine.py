@@ -199,7 +199,7 @@ class Engine:
                     self._wait(work, timeout, ())
                 return
         waiting, progress_engine, me = self.callers.waiting, self._progress_engine, object()
-        if progress_engine is None:  # a Work from before the fork
+        if progress_engine is None:  # the Work was submitted before this process was forked
             raise self.end.error()
         try:  # Ctrl-C between any two of these statements is safe, see Note [Interrupts]
             waiting[me] = work
@@ -247,7 +247,7 @@ class Engine:
         if self._progress_engine is None:
             self.sets.add_group(set_id, ranks)
             return set_id
-        while not self._exclusively(self.sets.add_group, set_id, ranks):  # retry: the peers are waiting
+        while not self._exclusively(self.sets.add_group, set_id, ranks):  # retry: the members are waiting
             if self.end.closed:
                 raise self.end.error()
         return set_id
@@ -276,7 +276,7 @@ class Engine:
         return self._progress_engine is not None and self._stepper.exclusively(call, *arguments, end=end)
 
     def post_all(self, note: Note) -> None:
-        """Send a note to all other ranks that can be reached."""
+        """Send a note to all other ranks. Ranks that cannot be reached are skipped."""
         self._exclusively(self._peers.post_all, note)
 
     @contextlib.contextmanager
@@ -290,7 +290,7 @@ class Engine:
             for name, until in outer:
                 end = self._peers.pause, name, max(0.0, until - time.monotonic())
                 while not self._exclusively(*end) and not self.end.closed:
-                    pass  # retry: otherwise, no rank would report stalls until the pause times out
+                    pass  # retry, because otherwise stalls would not be reported until the pause times out
 
     def leave(self, message: str) -> None:
         """Stop this rank because of an error. The other ranks fail with RankLostError."""

@@ -1,4 +1,4 @@
-"""An engine's peers: exchange notes with them, and detect lost ranks and stalls."""
+"""Exchange notes with an engine's peers, and detect lost ranks and stalls."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from ringdance.core.transport.eventcount import yield_core
 
 _IDLE = 0.1
 _FOLLOWER_POLL = 0.02  # followers poll, because two threads that wait for the same Work share one event
-_TRANSIT_SLEEP = 1e-4  # between hosts, MPI moves data only while it is called: longer sleeps stall transfers
+_TRANSIT_SLEEP = 1e-4  # between hosts, MPI moves data only during calls: longer sleeps would stall transfers
 _FIRST_BACKOFF = 5e-5
 
 
@@ -194,4 +194,7 @@ class ProgressEngine:
 
 
 def _timeout(work: Work) -> TimeoutError:
-    return TimeoutError(f"'{work.name}' did not complete within the timeout. It is still running.")
+    return TimeoutError(
+        f"'{work.name}' did not complete within the timeout. It is still running, so you can wait for it "
+        "again."
+    )

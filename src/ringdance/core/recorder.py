@@ -68,7 +68,7 @@ _U32 = 0xFFFFFFFF
 
 
 class Recorder:
-    """Records in a ring what this rank does. All reports are made from these records.
+    """Records this rank's activities in a ring. All reports are made from these records.
 
     Args:
         directory: Directory for flight records. "" for the system's temporary directory.
@@ -77,7 +77,7 @@ class Recorder:
     Attributes:
         words: Header of the ring, see ``ring.Word``.
         detail: ``words[Word.DETAIL]`` as last read. 1 means that submissions, chunks and waits are recorded,
-            2 that rounds are recorded too.
+            2 that rounds are recorded as well.
         waited: Seconds that threads have waited for results.
         window: The step after which ``words[Word.DETAIL]`` is set, the step after which it is cleared, and
             the value to set. None if steps do not change it.
@@ -185,7 +185,7 @@ class Recorder:
         self.ring.add(_WAIT, label, work.request.set_id, int(seconds * 1e6))
 
     def alone(self, work: Work) -> None:
-        """Record, as a batch, a request that involves only this rank."""
+        """Record a request without peers as a batch."""
         request = work.request
         nbytes = sum([view.nbytes for view in request.inputs])
         label, began = self.ring.label(label_of(work.name)), int(work.submitted * 1e9)

@@ -23,7 +23,7 @@ TUNE_NAME = "ringdance.tune"
 
 
 class Collective(enum.IntEnum):
-    """The operation that a request asks for."""
+    """The kind of operation that a request performs."""
 
     ALLREDUCE = 0
     ALLGATHER = 1
@@ -38,7 +38,7 @@ class Collective(enum.IntEnum):
 
 
 class ReduceOp(enum.IntEnum):
-    """How the values of several ranks are combined. The numbers are the same as in Horovod."""
+    """Operation that combines the values of several ranks. The numbers are the same as in Horovod."""
 
     AVERAGE = 0
     SUM = 1

@@ -52,7 +52,7 @@ class Word(enum.IntEnum):
     RANK = 2
     SIZE = 3
     EPOCH_OFFSET = 4  # time since the epoch minus monotonic time
-    CLOSED = 5  # the rank has left the job
+    CLOSED = 5  # 1 once the rank has left the job
     DETAIL = 6  # a reader sets this to have submissions and chunks recorded as well
     LABELS = 7  # number of label bytes written
     WRITTEN = 8  # approximate number of records written so far
@@ -181,7 +181,7 @@ class Ring:
         self._adding = threading.Lock()
         self.words[Word.EPOCH_OFFSET] = time.time_ns() - time.monotonic_ns()
         self.words[Word.PID] = os.getpid()
-        self.label("")  # number 0, also used for names that no longer fit
+        self.label("")  # label 0, which also stands for names that no longer fit
         self.words[Word.VERSION] = _VERSION
 
     def describe(self, rank: int, size: int, host: str) -> None:

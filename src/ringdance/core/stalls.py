@@ -37,7 +37,7 @@ _DEADLOCK = (
     "submitted anything for {:g} s (setting deadlock_time), so none of them can ever continue."
 )
 _ANSWER_TIMEOUT = 0.5
-_BUSY_TIMEOUT = 1.5  # for a process that may have to wait for a core, or is on another host
+_BUSY_TIMEOUT = 1.5  # timeout if a process may have to wait for a core, or is on another host
 _LOOK_TIMEOUT = 4.0  # time that a rank on another host gets to examine a silent rank on that host
 _SAME_ANSWER = 0.1  # seconds for which an answer is reused: examining all threads takes about 20 ms
 _RECHECK = 1.0  # seconds until the next inquiry after an exchange was found to be in progress
@@ -312,14 +312,14 @@ class StallWatch:
             behind=[state.members[group[index]] for index in behind],
             idle=now - self._moved[state.set_id][1],
             # Only progress within one round counts: a series of rounds that achieve nothing moves no data.
-            moving=inquiry.answers.keys() >= set(others)  # data move while both ranks are waiting
+            moving=inquiry.answers.keys() >= set(others)  # a message moves while both ranks are waiting
             if message
             else state.in_round and state.rounds == inquiry.rounds and _count(state) != inquiry.count,
             pauses={rank: what for rank, (what, _) in self.pauses.copy().items()},
         )
 
     def look(self, rank: int, before: CpuSample | None = None) -> dict[str, Any]:
-        """Examine a rank on this host from outside.
+        """Examine the process of another rank on this host from outside.
 
         Returns a note with a description (``text``) and the rank's ``stacks``, which are "" if unknown.
         """

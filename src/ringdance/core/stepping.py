@@ -30,7 +30,7 @@ _STEP_LIMIT = 5.0  # seconds to wait for another thread's step; most steps take 
 class Stepper:
     """Steps one engine.
 
-    Any thread may call any method, except while it is in a step itself. While one thread is in a step, a
+    Any thread may call any method, except from within a step. While one thread is in a step, a
     check or an exclusive call, no other thread is in any of them.
 
     Attributes:
@@ -91,7 +91,7 @@ class Stepper:
         return True
 
     def check_peers_if_due(self, now: float) -> None:
-        """Check the peers if the last check was long enough ago, unless another thread is in a step."""
+        """Check the peers if a check is due, unless another thread is in a step."""
         if now - self._checked > _CHECK_EVERY:
             self._checked = now
             self.try_exclusively(self._check_peers)

@@ -97,6 +97,9 @@ class Transfer:
         pause = 0.0
         while not self.done():
             if until is not None and time.monotonic() > until:
-                raise TimeoutError(f"'{self.name}' did not complete within the timeout. It is still running.")
+                raise TimeoutError(
+                    f"'{self.name}' did not complete within the timeout. It is still running, so you can "
+                    "wait for it again."
+                )
             time.sleep(pause)
             pause = min(1e-3, pause + 1e-5)

@@ -74,11 +74,11 @@ def _average_integers(parts: Sequence[Array], divisor: int, out: Array) -> None:
         total = parts[0].astype(np.int64)
         for part in parts[1:]:
             total += part
-        total += (total >> 63) & (divisor - 1)  # so that negative totals are rounded toward zero
+        total += (total >> 63) & (divisor - 1)  # rounds negative totals toward zero
         out[...] = total // divisor
         return
     quotient, total, rest = np.empty_like(out), np.zeros_like(out), np.zeros_like(out)
-    for part in parts:  # final sums of quotients and of remainders fit, even if intermediate ones overflow
+    for part in parts:  # the final sums of quotients and remainders fit, even if intermediate sums wrap
         np.floor_divide(part, divisor, quotient)
         total += quotient
         quotient *= divisor

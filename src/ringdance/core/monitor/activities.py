@@ -17,7 +17,7 @@ _ORDER = (WAIT, COPY_OUT, REDUCE, COPY_IN)
 
 
 class Chunk(NamedTuple):
-    """One chunk, or several consecutive ones: its start time, and the durations of its phases, in ns."""
+    """One or several consecutive chunks: start time, and durations of the phases, in nanoseconds."""
 
     time: int
     durations: list[int]

@@ -45,12 +45,12 @@ class ChromeWriter:
         )
 
     def process(self, pid: int, name: str, order: int) -> None:
-        """Name a process and set its position."""
+        """Set the name of a process, and its position among the processes in the viewer."""
         self._event("process_name", "M", pid, args={"name": name})
         self._event("process_sort_index", "M", pid, args={"sort_index": order})
 
     def thread(self, pid: int, tid: int, name: str) -> None:
-        """Name a thread of a process."""
+        """Set the name of a thread."""
         self._event("thread_name", "M", pid, tid=tid, args={"name": name})
 
     def begin(self, pid: int, tid: int, name: str, when: int) -> None:
@@ -58,7 +58,7 @@ class ChromeWriter:
         self._timed(name, "B", pid, tid, when)
 
     def end(self, pid: int, tid: int, name: str, when: int, **args: Any) -> None:
-        """End the span that was started last in this thread."""
+        """End the most recently started span of a thread."""
         self._timed(name, "E", pid, tid, when, _args(args))
 
     def span(self, pid: int, tid: int, name: str, began: int, ended: int, **args: Any) -> None:

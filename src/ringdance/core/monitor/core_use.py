@@ -54,7 +54,7 @@ class CoreUse:
         if max(self._cores) < len(each):  # otherwise, this container shows only its own cores
             each = [each[core] for core in self._cores]
         idle = sum(one.idle + getattr(one, "iowait", 0.0) for one in each)
-        # Linux includes the time of guests in user time.
+        # On Linux, user time already includes guest time.
         total = sum(sum(one) - getattr(one, "guest", 0.0) - getattr(one, "guest_nice", 0.0) for one in each)
         return _Times(time.monotonic(), idle, total, self._used() if self._cgroup else 0.0)
 
@@ -63,7 +63,7 @@ class CoreUse:
         words = words_of(f"{self._cgroup}/cpu.stat")  # in cgroup v1, this file does not contain the usage
         if "usage_usec" in words:
             return int(words[words.index("usage_usec") + 1]) / 1e6
-        # In cgroup v1, another controller reports the usage. It may be mounted separately from the quota's.
+        # In cgroup v1, the cpuacct controller reports the usage. It may be mounted separately from cpu.
         other = self._cgroup.replace("/cgroup/cpu", "/cgroup/cpuacct", 1)
         words = words_of(f"{self._cgroup}/cpuacct.usage") or words_of(f"{other}/cpuacct.usage") or ["0"]
         return int(words[0]) / 1e9

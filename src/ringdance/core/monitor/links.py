@@ -170,7 +170,7 @@ class Sender:
     """The link to the monitor that writes the file.
 
     Args:
-        addresses, port, token: Where that monitor listens, and how to authenticate.
+        addresses, port, token: Addresses and port on which that monitor listens, and the token to send.
 
     Raises:
         OSError: The monitor cannot be reached.

@@ -33,7 +33,7 @@ from ringdance.core.transport.eventcount import process_state
 from ringdance.host.system import tcp
 from ringdance.host.system.machine import networks
 
-_POLL_S = 0.05  # while a timeline is being written; the rings can hold records of several seconds
+_POLL_S = 0.05  # interval while a timeline is written; the rings hold several seconds of records
 _IDLE_S = 1.0
 _OTHERS_S = 2.0  # time to wait for other hosts' last records
 
@@ -242,7 +242,7 @@ class Monitor:
             self._set_detail(0)
 
     def _take(self) -> None:
-        """Take new records from the rings and links, which frees space in the rings."""
+        """Take new records from the rings and links, before the ranks overwrite them in the rings."""
         if self._sender is not None:
             for reader in self._readers:
                 self._sender.send(reader)

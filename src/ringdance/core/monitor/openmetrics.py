@@ -23,7 +23,7 @@ class Figure(NamedTuple):
         key: Key in the row.
         name: Name of the metric, which ends with the unit. Counters also get ``_total``.
         unit: Unit in the name; "" for counts.
-        text: Help text.
+        text: Help text of the metric.
         factor: Factor that converts the row's unit to the metric's unit.
     """
 
@@ -102,7 +102,7 @@ def serve(text: str, rows: Callable[[], Sequence[Mapping[str, Any]]]) -> str:
     address = address.strip("[]") or "127.0.0.1"
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
-        with socket.socket(family) as probe:  # the server itself would share a port that is in use
+        with socket.socket(family) as probe:  # fails if the port is in use; newer servers would share it
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((address, int(port)))
             probe.listen()

@@ -97,7 +97,7 @@ def _descendants(pid: int) -> Iterator[int]:
 
 
 class _Gpus:
-    """Reads the use of the ranks' GPUs from NVML. Without NVML, there are no values.
+    """Reads the use of the ranks' GPUs from NVML. Returns nothing if NVML is unavailable.
 
     Args:
         pids: Process ids of the ranks.

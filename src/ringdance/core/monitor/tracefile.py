@@ -24,11 +24,11 @@ Source = RingReader | RemoteRing
 
 
 class TraceFile:
-    """The file of a timeline.
+    """A timeline file that is being written.
 
     Args:
         path: Path of the file.
-        anew: True if the timeline starts later than the job.
+        anew: True if the timeline starts now, rather than at the start of the job.
 
     Attributes:
         path: Path of the file, as passed.

@@ -3,7 +3,7 @@
 A round is one AND over an integer from each member, so a set bit means "all members". A condition
 that a single member may signal (stop, cache miss, joined) is inverted. From the lowest bit, for n members::
 
-    1 bit       CONTINUE: no member wants to stop
+    1 bit       CONTINUE: no member requests a stop
     1 bit       NO_WAITER: no member has a waiting thread (matters only in the round that stops)
     1 bit       HAS_UNNAMED: every member has an unnamed request pending
     n bits      member i has no cache miss (a request that is not in the response cache)
@@ -117,7 +117,7 @@ class CacheEntry:
         used: Round in which the request was last executed.
         mismatched: True if members submitted different requests under this name. The entry's bit then means
             only that a member has submitted one of them.
-        piggyback: How its data are piggybacked, or None if they are too large.
+        piggyback: How the request's data are piggybacked, or None if they are too large.
     """
 
     name: str

@@ -11,7 +11,7 @@ from ringdance.core.request import Collective, Description, ReduceOp
 
 
 def description_bytes(description: Description) -> int:
-    """Return the size in bytes of a request whose description has complete shapes."""
+    """Return the size in bytes of a request's tensors. The description must have complete shapes."""
     pairs = zip(description.dtypes, description.shapes, strict=True)
     return sum([math.prod(shape) * dtype_named(dtype).itemsize for dtype, shape in pairs])
 

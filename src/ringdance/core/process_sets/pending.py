@@ -22,11 +22,11 @@ class PendingRequests:
         misses: Named requests that are not in the response cache.
         ready: Bits of the cache entries that are pending here.
         unnamed: Requests without a name, in order of submission.
-        running: Unnamed requests that are being executed. They fail too if the engine fails.
+        running: Unnamed requests that are being executed. They also fail if the engine fails.
         join: The pending join request, or None.
         joined: Bits of the members that have joined, as agreed in the last round.
-        held: By name: requests, in order of submission, that are held until a refused request
-            with the same name has been reported to the peers.
+        held: By name: requests, in order of submission, that are held until a refused request with the same
+            name has been reported to the peers.
         joined_here: True if this rank contributes neutral elements until all ranks have joined.
         eager_since: Submission time of the oldest request that the engine thread must start.
         eager_last: Submission time of the latest such request.
@@ -110,7 +110,7 @@ class PendingRequests:
         """Refuse unnamed requests from ``number`` on. Remove and return those that are pending.
 
         A vector that this rank has already sent may contain them. The member that never submits them has not
-        sent any in their place, so they are not executed: see Note [Complements].
+        sent any in their place, so they are not executed (see Note [Complements]).
         """
         if number >= self.limit:
             return []

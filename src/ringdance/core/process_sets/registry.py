@@ -23,7 +23,7 @@ from ringdance.errors import ArgumentError, CollectiveError, ProcessSetRemovedEr
 from ringdance.settings import Settings
 
 FIRST_GROUP = 1 << 15  # first id of sets registered only on members; records have 16 bits for set ids
-TUNED_CHUNK_BYTES = 2 << 20  # largest chunk that may be chosen while the job runs
+TUNED_CHUNK_BYTES = 2 << 20  # largest chunk that tuning may choose while the job is running
 _MIN_BUFFER = 1 << 16  # a few cache lines for each of hundreds of members, however small the chunks are
 
 
@@ -70,7 +70,7 @@ class ProcessSets:
         machines: State machines of this rank's sets, with their generators.
         event_count: Event count that wakes this rank. None unless a window on this host connects all peers.
         on_tune: Takes each rank's measurements (b"" for a rank that has joined), and returns new values for
-            the set of all ranks, or None for no change. The attribute is None if tuning is off.
+            the set of all ranks, or None for no change. The attribute is None if tuning is disabled.
 
     Note [Tuning]
         Settings that determine what is executed, and how, are changed by a request like any other, and thus
@@ -151,7 +151,7 @@ class ProcessSets:
             if known.ranks == wanted and set_id < FIRST_GROUP:
                 raise ArgumentError(
                     f"A process set with the ranks {list(wanted)} already exists (number {set_id}). "
-                    "Each process set must have different ranks."
+                    "Use the existing process set instead."
                 )
         return wanted
 

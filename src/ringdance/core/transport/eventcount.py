@@ -105,6 +105,6 @@ def process_state(pid: int) -> str:
             letter = file.read().rpartition(")")[2].split()[0]
     except ProcessLookupError:
         return "gone"
-    except (OSError, IndexError):  # the process belongs to another user, or there is no /proc
+    except (OSError, IndexError):  # the process belongs to another user, or /proc does not exist
         return "running"
     return {"Z": "gone", "X": "gone", "T": "stopped", "t": "stopped"}.get(letter, "running")

@@ -41,7 +41,7 @@ def load_mpi(thread_level: str = "multiple") -> Any:
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         _log.warning(
             "ringdance: MPI was initialized without support for multiple threads (MPI_THREAD_MULTIPLE), so "
-            "operations start only when the main thread waits for them."
+            "operations do not start until the main thread waits for them."
         )
     return MPI
 

@@ -23,7 +23,7 @@ from ringdance.settings.names import RANK_NAMES, SIZE_NAMES
 
 _log = logging.getLogger("ringdance")
 
-_MARK = "ringdance init"  # 15 characters at most
+_MARK = "ringdance init"  # a thread name, for which Linux allows at most 15 characters
 _OWN_RANK = "RINGDANCE_RANK"  # set by our launcher for the rank itself, but not for a wrapper process
 
 

@@ -92,7 +92,9 @@ class MpiTransport(Transport):
             )
         ranks = translated(comm.Get_group(), self._comm)
         if mpi.UNDEFINED in ranks:
-            raise ArgumentError(f"{comm!r} contains processes that are not ranks of this job.")
+            raise ArgumentError(
+                f"{comm!r} contains processes that are not ranks of this job. Use a communicator of ranks."
+            )
         return tuple(sorted(ranks))
 
     def allreduce(self, buffer: Array, operation: str, receive: Array | None = None) -> Pending:
