@@ -61,7 +61,7 @@ class Transfer:
         try:
             self._is_done = bool(self._pending.test())
         except Exception as error:
-            text = f"'{self.name}' failed (do the tensors on both ranks have the same length?): {error}"
+            text = f"'{self.name}' failed: {error}. Check that both ranks pass tensors of the same length."
             raise RuntimeError(text) from error
         finally:
             self._testing.release()

@@ -190,7 +190,7 @@ class Monitor:
         lacks = [f"the end of {follower.names()}: {follower.lacks()}" for follower in late]
         if last and (missing := self._others - len(self._followers)) > 0:
             others = "1 other host" if missing == 1 else f"{missing} other hosts"
-            lacks.append(f"the ranks on {others}: no connection came from there")
+            lacks.append(f"the ranks on {others}: no monitor has connected from there")
             advice = "Monitors connect by TCP to a port that the system chooses. Check for a firewall."
             self._warn(f"the timeline lacks {lacks[-1]}. {advice}")
         self._take()

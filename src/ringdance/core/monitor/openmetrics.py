@@ -114,7 +114,7 @@ def serve(text: str, rows: Callable[[], Sequence[Mapping[str, Any]]]) -> str:
         server.RequestHandlerClass = type("Handler", (handler,), {"timeout": _SILENT_S})
         server.verify_request = lambda *_: threading.active_count() < _THREADS  # type: ignore[method-assign]
     except OSError as error:
-        taken = " (by another job?). Set RINGDANCE_METRICS_PORT to another port, or to 0 for any free port"
+        taken = ". Set RINGDANCE_METRICS_PORT to another port, or to 0 to use any free port"
         advice = taken if error.errno == errno.EADDRINUSE else ""
         raise OSError(f"port {text}: {error.strerror}{advice}") from None
     shown = f"[{address}]" if ":" in address else address
