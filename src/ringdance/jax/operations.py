@@ -45,7 +45,7 @@ _NO_SPLITS = "The result of alltoall(splits=...) has an unknown shape within jit
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _recorded(what: JaxCall, shapes: Shapes, *values: Any) -> tuple[Any, ...]:
-    """Run an exchange and return its results. Within ``jit``, the results have the shapes ``shapes``."""
+    """Run an exchange and return its results. ``shapes`` are the shapes of the results within ``jit``."""
     if not is_traced(values):
         return tuple(eager(what, values))
     dtypes = [value.dtype for value in values]
@@ -113,13 +113,13 @@ _recorded.defvjp(_forward, _backward)
 def _run(
     call: Call, arrays: Values, splits: tuple[int, ...] | None = None, compression: Any = Compression.none
 ) -> list[Any]:
-    """Exchange arrays immediately or in the traced program. For an alltoall, also return received splits."""
+    """Exchange arrays immediately or in the traced program. An alltoall also returns the received splits."""
     traced = in_program(arrays)
     if traced:  # Programs support only JAX's data types.
         arrays = [jnp.asarray(array) for array in arrays]
     pairs = [compression.compress(exact(array)) for array in arrays]
     if not pairs:
-        raise ArgumentError("A group needs at least one array.")
+        raise ArgumentError("The list of arrays is empty. Pass at least one array.")
     values = [value for value, _ in pairs]
     shapes, rows = _shapes(call, values)
     what = JaxCall(call, splits=splits, rows=rows)
@@ -140,7 +140,7 @@ def _shapes(call: Call, values: Values) -> tuple[Shapes, tuple[int, ...]]:
         return tuple([value.shape for value in values]), ()
     if not all(value.ndim for value in values):
         name = call.kind.name.lower()
-        raise ArgumentError(f"{name} needs arrays with at least one dimension. Use x.reshape(1).")
+        raise ArgumentError(f"{name} needs arrays with at least one dimension. Reshape scalars to (1,).")
     engine = session.engine()
     members = engine.members(call.set_id)
     size, rows = len(members), tuple([value.shape[0] for value in values])
@@ -188,7 +188,7 @@ def grouped_allreduce(
     postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set, *,
     compression: Any = Compression.none,
 ) -> list[Any]:
-    """Return the reductions of several arrays, in one exchange. See ``allreduce``."""
+    """Reduce several arrays in one exchange. See ``allreduce``."""
     call = allreduce_call(name, None, op, prescale_factor, postscale_factor, process_set, True)
     return _run(call, arrays, None, compression)
 
@@ -197,7 +197,7 @@ def reduce_gradients(
     arrays: Values, name: str, op: int, prescale: float, postscale: float, process_set: ProcessSet,
     pattern: str, compression: Any = Compression.none, parameters: Sequence[str] = (),
 ) -> list[Any]:
-    """Return a step's reduced gradients, and mark the end of the step. ``parameters``: parameter names."""
+    """Reduce a step's gradients and mark the end of the step. ``parameters`` are the parameters' names."""
     labels.note(f"grouped_allreduce.{name}", name, "gradients", parameters)
     call = allreduce_call(name, None, op, prescale, postscale, process_set, True, StepMark.OPTIMIZER, pattern)
     return _run(call, arrays, None, compression)
@@ -206,7 +206,7 @@ def reduce_gradients(
 def compare_weights(
     arrays: Values, names: Sequence[str], exchange: str, advice: str, process_set: ProcessSet
 ) -> None:
-    """If a comparison is due, compare the parameters of an exchange between ranks. See ``weights``."""
+    """Compare an exchange's parameters between ranks, if a comparison is due. See ``weights``."""
     traced, engine = in_program(arrays), session.engine()
     if not traced and not weights.due(engine, set_id(process_set), exchange):
         return
@@ -238,7 +238,7 @@ def allgather(array: Any, name: str | None = None, process_set: ProcessSet = glo
 def grouped_allgather(
     arrays: Values, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Any]:
-    """Gather several arrays. See ``allgather``."""
+    """Gather several arrays in one exchange. See ``allgather``."""
     return _run(movement(Collective.ALLGATHER, name, process_set, grouped=True), arrays)
 
 
@@ -299,7 +299,7 @@ def grouped_reducescatter(
     process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[Any]:
-    """Reduce and scatter several arrays. See ``reducescatter``."""
+    """Reduce and scatter several arrays in one exchange. See ``reducescatter``."""
     call = reducescatter_call(name, None, op, prescale_factor, postscale_factor, process_set, True)
     return _run(call, arrays)
 

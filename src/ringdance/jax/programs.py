@@ -62,7 +62,7 @@ _program.def_abstract_eval(lambda *_, jaxpr: jaxpr.out_avals)
 
 
 def _lower_program(ctx: Any, *operands: Any, jaxpr: Any) -> Any:
-    """Lower the program's operations. Creates the token for the first one, and drops the final token."""
+    """Lower the program's operations. Creates the token for the first operation and drops the last token."""
     inner = ctx.replace(tokens_in=mlir.TokenSet.create([EFFECT]), tokens_out=None)
     return mlir.lower_fun(core.jaxpr_as_fun(jaxpr), multiple_results=True)(inner, *operands)
 
@@ -76,8 +76,8 @@ def _without_effect(jaxpr: Any) -> Any:
     return jax.make_jaxpr(functools.partial(_program.bind, jaxpr=jaxpr))(*arguments)
 
 
-# The devices whose programs jax.effects_barrier() does not wait for, each with a function that starts a
-# trivial program on the device and returns its result.
+# Keys: the devices that run programs for which jax.effects_barrier() does not wait. Values: functions that
+# start a trivial program on the device and return its result.
 _last: dict[Any, Callable[[], jax.Array]] = {}
 _EXIT_SECONDS = 10.0
 
@@ -108,8 +108,8 @@ def start_quickly() -> None:
                     _watch(backend.local_devices()[0])
                     return lowered
             except Exception as error:
-                # If the program itself is wrong, the call below raises an error that refers to the program.
-                _log.debug("JAX %s starts a program from Python because of %r", jax.__version__, error)
+                # If the program itself is invalid, the call below raises an error that refers to the program.
+                _log.debug("JAX %s starts a program from Python because of error %r", jax.__version__, error)
         return original(jaxpr, *rest, **named)
 
     _private.replace_lowering_to_hlo(lower)
@@ -143,9 +143,9 @@ def settle() -> None:
 
 
 def _finish() -> None:
-    """When the script ends, wait for running programs, because other ranks need the exchanges in them.
+    """Wait for running programs when the script ends, because other ranks need their exchanges.
 
-    The time is limited: if other ranks do not take part in the exchanges, this rank must exit so that the
+    The wait is limited. If other ranks do not take part in the exchanges, this rank must exit so that the
     others notice.
     """
     until = time.monotonic() + _EXIT_SECONDS

@@ -27,7 +27,7 @@ def broadcast_parameters(
     """Return ``params`` with all leaves replaced by the leaves from global rank ``root_rank``.
 
     Arrays, including random keys, are broadcast in one exchange. Other leaves (numbers, strings) are
-    broadcast as an object. NumPy arrays of 64-bit types stay NumPy arrays if JAX has these types disabled.
+    broadcast as an object. NumPy arrays of 64-bit types stay NumPy arrays if these types are disabled in JAX.
 
     Args:
         params: A pytree, for example of parameters and optimizer state, with the same structure, shapes and

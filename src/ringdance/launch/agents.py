@@ -1,4 +1,4 @@
-"""The launcher's view of a running job's agents. There is one per host, including the launcher's host."""
+"""The launcher's view of a running job's agents: one on each host, including the launcher's host."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from ringdance.launch.remote.connect import Remote, close_all
 _PING_S = 0.5
 # Hosts are normally checked every _PING_S. A gap this long means that this process was suspended.
 _SLEPT_S = 2.0
-_LATE_S = 1.5  # a host that has been silent for this long may be lost; wait until this is certain
-# Silence this long is reported to the user. Once the job has failed, it also ends the wait for the host.
+_LATE_S = 1.5  # silence after which a host may be lost, so that the job waits until this is certain
+# Silence after which a host is reported to the user or, if the job has failed, considered lost.
 _SHOWN_S = 6.0
 _CHECK_S = 0.02  # minimum interval between checks of the hosts
 _CLOSE_S = 6.0  # time for the local agent to clean up
@@ -128,7 +128,7 @@ class Agents:
         return {host: agent.problem for host, agent in self._all.items() if agent.problem}
 
     def doing(self, host: str, connected: int) -> str:
-        """Describe the progress of the start on a host. ``connected`` is the number of connected ranks."""
+        """Describe how far the start on a host is. ``connected`` is the number of its connected ranks."""
         agent = self._all[host]
         silent = not agent.local and time.monotonic() - agent.heard > _LATE_S
         state = "nothing has been started there" if agent.ready else "it has not created the job's directory"
@@ -172,7 +172,7 @@ class Agents:
         self._programs.append(on_exit)
         return agent.frames.send({"spawn": len(self._programs) - 1, **program})
 
-    # --- the end -------------------------------------------------------------------------------
+    # --- ending the job ------------------------------------------------------------------------
 
     def clean_remotes(self, failed: bool) -> None:
         """End the job on the other hosts. The handler ``on_clean`` is called afterwards."""
@@ -249,14 +249,14 @@ class Agents:
         return _PING_S if self._remotes else None
 
     def _send_on(self, agent: Remote) -> None:
-        """Send pending data to the local agent. The event loop sends the rest when the pipe is writable."""
+        """Send an agent's pending data. The event loop sends the rest when the connection is writable."""
         frames = agent.frames
         waits = agent.there and frames.unsent and frames.flush() and frames.unsent
         action = (lambda: self._send_on(agent)) if waits else None
         watch(self._selector, frames.write_fd, selectors.EVENT_WRITE, action)
 
     def _silent(self, agent: Remote) -> bool:
-        """Return True if the connection has no unread data. Otherwise, this process is late, not the host."""
+        """Return True if no data from the agent is unread. Otherwise, this process is slow, not the host."""
         with selectors.DefaultSelector() as selector:
             selector.register(agent.frames.read_fd, selectors.EVENT_READ)
             return not selector.select(0)

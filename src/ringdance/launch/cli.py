@@ -158,11 +158,11 @@ def _exports_of_options(arguments: argparse.Namespace) -> dict[str, str]:
         raise LaunchError("--autotune-log-file has no effect without --autotune. Add --autotune")
     if arguments.autotune_log_file.endswith(".json"):
         raise LaunchError(
-            "--autotune-log-file: pass a CSV file. For tune.csv, the result is written to tune.json"
+            "--autotune-log-file must be a CSV file. Pass tune.csv to have the result written to tune.json"
         )
     if arguments.tuned and not os.path.isfile(arguments.tuned):
-        raise LaunchError(f"--tuned {arguments.tuned}: not an existing regular file. `ringdance run "
-                          "--autotune --autotune-log-file tune.csv ...` writes tune.json")  # fmt: skip
+        raise LaunchError(f"--tuned {arguments.tuned}: the file does not exist or is not a regular file. To "
+                          "write tune.json: ringdance run --autotune --autotune-log-file tune.csv ...")  # fmt: skip
     log, tuned = (path and os.path.abspath(path) for path in (arguments.autotune_log_file, arguments.tuned))
     settings = {
         "RINGDANCE_AUTOTUNE": "" if arguments.autotune is None else str(int(arguments.autotune)),
@@ -178,7 +178,7 @@ def refuse_within_a_rank() -> None:
     if "RINGDANCE_JOB" in os.environ and size not in ("", "1"):
         raise LaunchError(
             f"this is rank {rank} of {size}, and every rank would start its own job. Remove the inner "
-            "launcher. To start another job from a single rank: env -u RINGDANCE_SIZE ringdance run ..."
+            "launcher. To start another job from a single rank, use `env -u RINGDANCE_SIZE ringdance run ...`"
         )
 
 

@@ -54,7 +54,7 @@ class Job:
         self._signals = Signals()
 
     def run(self) -> Verdict | int:
-        """Run the job. Returns 0, 128 + the number of the signal that stopped it, or the failure verdict."""
+        """Run the job. Returns 0, 128 + the number of the signal that stopped it, or the verdict on a failure."""
         plan, remotes = self._prepared.plan, self._prepared.remotes
         running: RunningJob | None = None
         try:

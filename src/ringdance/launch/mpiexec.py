@@ -18,7 +18,7 @@ _SHIM = "ssh"
 
 
 class Mpiexec:
-    """Starts mpiexec and, on its behalf, its daemons, through the agents on their hosts.
+    """Starts mpiexec, and starts its daemons on other hosts when mpiexec requests them.
 
     Args:
         plan: The job's plan.
@@ -52,7 +52,7 @@ class Mpiexec:
         self._spawn()
 
     def retry(self) -> bool:
-        """Restart mpiexec once, if it has requested daemons. Returns False if it was not restarted."""
+        """Restart mpiexec, at most once and only if it has requested daemons. Returns True if restarted."""
         if not self._wanted_daemons or self._retried:
             return False
         self._retried = True

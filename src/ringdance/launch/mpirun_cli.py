@@ -101,7 +101,7 @@ def changes(line: MpirunLine) -> dict[str, Any]:
     if options and family != "openmpi":
         _say(f"no effect with {family}: {shlex.join(options)}")
         options = []
-    # Open MPI 4's format: job, rank and stream. No prefix without -tag-output.
+    # Open MPI 4's format: job, rank and stream. Without -tag-output, lines have no prefix.
     prefix = "[1,{rank}]<{stream}>:" if "tag" in line.flags else ""
     style = Style(prefix, clock="timestamp" in line.flags, closes=False)
     return {"ranks": ranks, "hosts": hosts, "source": source, "style": style, "mpi_args": options}
@@ -132,7 +132,7 @@ def install(directory: Path) -> list[Path]:
     # Avoid a shell unless the path requires one, because some shells drop environment variables whose names
     # are not valid shell identifiers.
     begin = f"#!{sys.executable} -P\n"
-    if " " in sys.executable or len(begin) > 127:  # valid as both a shell script and a Python program
+    if " " in sys.executable or len(begin) > 127:  # the file is both a shell script and a Python program
         begin = f"#!/bin/sh\n'''exec' {shlex.quote(sys.executable)} -P \"$0\" \"$@\"\n' '''\n"
     program = f"sys.exit(main(['mpirun', *{words}, *sys.argv[1:]]))\n"
     mpirun.write_text(f"{begin}# {_NAME}\nimport sys\nfrom ringdance.tools.cli import main\n{program}")

@@ -92,7 +92,7 @@ class Plan:
         return f"host {name} ({ranks_text(ranks)})" if ranks else name
 
     def argv(self, bases: Sequence[str] = ("BASE",), job: str = "JOB", shim: str = RSH_SHIM) -> list[str]:
-        """Return the full command line. The defaults are placeholders for values known only at run time."""
+        """Return mpiexec's command line. The defaults are placeholders for values known only at run time."""
         mpiexec = [word.replace(RSH_SHIM, shim) for word in self.mpiexec]
         named = os.pathsep.join(bases)
         rank = rank_line(named, job) if self.paths_differ else bare_command("agent.rank", named, job)
@@ -252,7 +252,7 @@ def _variables(
 def _removed(environ: Mapping[str, str]) -> list[str]:
     """Return the variables to remove, so that mpiexec is not mistaken for a rank of an enclosing MPI job."""
     prefixes = (*_OF_A_RANK, *_OF_A_SCHEDULER, *(["MASTER_PORT"] if MARKER in environ else []))
-    names = (name for name in environ if not name.startswith("PMIX_MCA_"))  # the user's settings
+    names = (name for name in environ if not name.startswith("PMIX_MCA_"))  # keep the user's settings
     return sorted(name for name in names if name.startswith(prefixes))
 
 

@@ -178,7 +178,7 @@ class RankTable:
         return [end.time for end in ends if end and end.by_mpiexec]
 
     def own_failure_reported(self) -> bool:
-        """Return True if a running rank has reported a failure of its own."""
+        """Return True if a running rank has reported its own failure."""
         marks = [mark for number in self.running for mark in self._ranks[number].streams[1].marks]
         return any(not mark.follows and mark.kind != "alone" for mark in marks)
 

@@ -38,7 +38,7 @@ _STOP_S = 0.8  # from a signal until the user is told how much time the ranks ha
 _TERM_S = 0.2  # from SIGTERM after a failure until the ranks are killed
 
 _OWN_FAILURE_S = 1.0  # for a rank to exit after reporting its own failure; its exit code becomes the job's
-_CAUSE_S = 1.0  # for another host to report the failure that the known failures follow from
+_CAUSE_S = 1.0  # for another host to report the failure that caused the known failures
 _AGAIN_S = 0.05  # until the launcher checks again whether it must wait for a host
 
 
@@ -122,7 +122,7 @@ class RunningJob:
             self._ranks.send(self._shutdown.sigterm())
             if self._ranks.idle:
                 self._stage.deadline = time.monotonic()
-        elif state is State.CLEANING_REMOTE:  # before this host, to which the others report
+        elif state is State.CLEANING_REMOTE:  # before this host, because the others report to it
             self._agents.clean_remotes(not self._ranks.completed)
         elif state is State.CLEANING_LOCAL:
             self._agents.give_up_remotes()
@@ -177,7 +177,7 @@ class RunningJob:
         return time.monotonic() < self._cause_awaited_until
 
     def _grace_left(self) -> float:
-        """Return the seconds left for ranks to exit after a signal, and announce the time limit."""
+        """Return the seconds left for ranks to exit after a signal, and show the time limit to the user."""
         left = self._shutdown.kill_at - time.monotonic()
         if left <= 0 or self._ranks.idle:
             return 0.0

@@ -134,7 +134,7 @@ class Node:
         return next((f": {cause.message}" for cause in causes if cause.rank == rank), "")
 
     def close(self, seconds: float) -> None:
-        """Close the connections, so that the ranks here exit. Await the job's end if it runs here."""
+        """Close the connections, so that the ranks here exit. Wait for the job if it runs here."""
         for connection, _ in self._ranks.values():
             connection.close()
         if self._outcome is None:

@@ -182,7 +182,7 @@ def _apply(
             variable, equals, text = value.partition("=")
             if equals or variable in environ:
                 line.options += ["-x", f"{variable}={text if equals else environ[variable]}"]
-            else:  # mpirun also only warns
+            else:  # only warn, as mpirun does
                 line.notes.append(f"-x {value}: that variable is not set here")
         case "wdir":
             line.cwd = value
@@ -230,7 +230,7 @@ def _output_filename(line: MpirunLine, option: str, value: str) -> None:
 
 
 def _mca(line: MpirunLine, option: str, name: str, value: str) -> list[str]:
-    """Translate an MCA parameter. Returns its name in a list if the parameter is dropped."""
+    """Translate an MCA parameter. Returns [name] if the parameter is dropped, otherwise an empty list."""
     if name in ("btl_tcp_if_include", "oob_tcp_if_include") and "/" not in value:
         line.options += ["--network-interface", value] if value not in line.options else []
     elif name in ("plm_rsh_args", "plm_ssh_args"):

@@ -100,8 +100,9 @@ _Options = tuple[list[list[str]], list[str], dict[str, str]]
 
 
 def _openmpi(request: MpiexecRequest) -> _Options:
-    # Always --oversubscribe: mpiexec counts physical cores and ignores affinity masks and hyperthreads. In
-    # the ranks, its only effect is that idle ranks yield their core, which is desirable anyway.
+    # Always pass --oversubscribe, because mpiexec counts physical cores and ignores affinity masks and
+    # hyperthreads. In the ranks, the option's only effect is that idle ranks yield their core, which is
+    # desirable anyway.
     fixed = ["--oversubscribe", "--mca", "mpi_yield_when_idle", "1"]
     # The UCX window component prints an error if a shared window is created where UCX's hardware is missing.
     variables = {"OMPI_MCA_osc": "^ucx", "PMIX_MCA_psec": "native"}
@@ -124,7 +125,7 @@ def _openmpi(request: MpiexecRequest) -> _Options:
             excluded += ["openib", "ofi", "uct", "usnic", "ugni", "portals4"]
             if request.mpi.major >= 5:
                 # When a dead rank's connection closes, let the call fail instead of ending the process. The
-                # engine then raises RankLostError. Only with ob1, because the setting would replace UCX.
+                # engine then raises RankLostError. Set this only with ob1, because it would disable UCX.
                 variables["OMPI_MCA_mpi_ft_enable"] = "1"
         if excluded:
             variables["OMPI_MCA_btl"] = "^" + ",".join(excluded)

@@ -45,7 +45,7 @@ class OutputDirectory:
             raise LaunchError(f"--output-filename {path}: {error.strerror}") from None
 
     def take(self, name: str, data: bytes) -> bool:
-        """Append part of a file sent by another host. Returns False if it does not belong here."""
+        """Append data to a file sent by another host. Returns False if it is not an output file."""
         timeline = name.startswith(TIMELINE)
         if not timeline and not name.startswith(f"{OUTPUT}/"):
             return False
@@ -70,7 +70,7 @@ class Results:
     """Collects results from the job's directory on this host, and from other hosts in chunks.
 
     Attributes:
-        kept: True once all results are open.
+        kept: True once ``keep()`` has been called.
     """
 
     def __init__(self) -> None:
@@ -104,7 +104,7 @@ class Results:
             self._files[path.name] = io.BytesIO(path.read_bytes()) if many else path.open("rb")
 
     def load(self, ranks: int) -> list[Any]:
-        """Return the results by rank.
+        """Return the results in rank order.
 
         Raises:
             LaunchError: A rank exited without a result.
@@ -114,7 +114,7 @@ class Results:
         if missing:
             raise LaunchError(
                 f"{ranks_text(missing)} exited with code 0 before the function returned. "
-                "Does it call sys.exit()?"
+                "Check whether it calls sys.exit()."
             )
         return [pickle.load(self._files[name]) for name in names]
 

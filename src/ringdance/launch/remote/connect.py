@@ -393,7 +393,7 @@ def _unfit(remotes: Iterable[Remote]) -> dict[str, LaunchError]:
         elif facts.python.split(".")[:2] != here.python.split(".")[:2]:
             problems[remote.host] = LaunchError(
                 f"{facts.executable} is Python {facts.python} there, but {here.python} here",
-                "Use the same version on all hosts",
+                "Use the same Python version on all hosts",
             )
         elif facts.identity in seen:
             problems[remote.host] = LaunchError(

@@ -134,7 +134,7 @@ def hosts_of(arguments: argparse.Namespace, slots: int = 1) -> HostList | None:
 
 
 def ssh_words(arguments: argparse.Namespace) -> list[str]:
-    """Return the options for reaching hosts (``add_host_options()``) as arguments for ``ringdance run``."""
+    """Convert the parsed options of ``add_host_options()`` to arguments for ``ringdance run``."""
     values = {name: getattr(arguments, name) for name in _HOW}
     return [f"--{name.replace('_', '-')}={value}" for name, value in values.items() if value]
 
@@ -147,7 +147,7 @@ def remote_shell_of(arguments: argparse.Namespace, more: Sequence[str] = ()) -> 
         more: Arguments for ssh, appended to the user's arguments.
 
     Raises:
-        LaunchError: A quote in --ssh-args is not closed, or --python is not an absolute path.
+        LaunchError: --ssh-args has an unclosed quote, or --python is not an absolute path.
     """
     try:
         words = shlex.split(arguments.ssh_args)

@@ -148,7 +148,7 @@ class JobRequest:
                 f"a letter. The last worker's name, {longest!r}, may have at most 63 characters"
             )
         if not self.image:
-            raise LaunchError("missing --image IMAGE")
+            raise LaunchError("missing --image IMAGE. Specify the container image that all pods use")
         if not self.command:
             raise LaunchError("missing COMMAND, for example: -- python train.py")
         for name in (*self.env, *self.secret_env):

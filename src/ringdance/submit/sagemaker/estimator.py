@@ -114,7 +114,7 @@ class Estimator(TrainingJob):
     def _read_distribution(self) -> None:
         """Merge ``distribution`` with the arguments that are shorthand for its entries.
 
-        ``mpi`` stays None if they do not determine whether to use MPI.
+        ``mpi`` stays None if none of them determines whether to use MPI.
         """
         distribution = dict(self.distribution or {})
         mpi = dict(distribution.pop("mpi", None) or {})
