@@ -161,8 +161,8 @@ def _exports_of_options(arguments: argparse.Namespace) -> dict[str, str]:
             "--autotune-log-file must be a CSV file. Pass tune.csv to have the result written to tune.json"
         )
     if arguments.tuned and not os.path.isfile(arguments.tuned):
-        raise LaunchError(f"--tuned {arguments.tuned}: the file does not exist or is not a regular file. To "
-                          "write tune.json: ringdance run --autotune --autotune-log-file tune.csv ...")  # fmt: skip
+        raise LaunchError(f"--tuned {arguments.tuned}: no such regular file. To create tune.json, use "
+                          "`ringdance run --autotune --autotune-log-file tune.csv ...`")  # fmt: skip
     log, tuned = (path and os.path.abspath(path) for path in (arguments.autotune_log_file, arguments.tuned))
     settings = {
         "RINGDANCE_AUTOTUNE": "" if arguments.autotune is None else str(int(arguments.autotune)),

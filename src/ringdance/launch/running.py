@@ -218,7 +218,7 @@ class RunningJob:
             self._ranks.on_start(rank, message["pid"])
             link.remote.time_here(message["time"])
             self._note(f"rank {rank.rank} runs on {rank.host}, pid {rank.pid}")
-            # This rank was about to start when the other ranks received SIGTERM.
+            # This rank was not running yet when the other ranks received SIGTERM.
             if self._stage.state is State.STOPPING:
                 link.send(self._shutdown.sigterm())
             if self._ranks.started:

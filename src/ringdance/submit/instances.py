@@ -106,7 +106,7 @@ def _instance(name: str, found: Mapping[str, Any], place: str) -> Instance:
             if kind in (int, float) and (value < 0 or (least and value == 0)):
                 raise ValueError
         except NO_FORMAT:
-            what = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}[kind]
-            suffix = " more than 0" if least else ", 0 or more" if kind in (int, float) else ""
+            what = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}[kind]
+            suffix = " greater than 0" if least else " of at least 0" if kind in (int, float) else ""
             raise LaunchError(f"{place}: {key} is {value!r}; expected {what}{suffix}") from None
     return Instance(name, **values)

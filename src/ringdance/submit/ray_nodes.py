@@ -93,7 +93,7 @@ class Node:
     def connect_ranks(
         self, job: str, ranks: Sequence[int], setup: Mapping[str, Any], seconds: float
     ) -> list[int]:
-        """Connect to this machine's ranks and send them ``setup``. Returns ranks that cannot be reached."""
+        """Connect to this machine's ranks and send them ``setup``. Returns the unreachable ranks."""
         until, missing = time.monotonic() + seconds, list(ranks)
         directories = [host_directory(base, job) for base in bases(os.environ)]
         while missing and time.monotonic() < until and not self._over.is_set():

@@ -30,7 +30,7 @@ _SPELLINGS = {
     "v": "verbose", "d": "verbose", "debug-daemons": "verbose", "do-not-launch": "dry-run", "h": "help",
     "V": "version",
 }  # fmt: skip
-"""Older options, and their spelling in Open MPI 5. {} stands for a value."""
+"""Older options and their spellings in Open MPI 5. {} stands for a value."""
 
 _PASSED_ON = ("prtemca", "pmixmca", "with-ft", "cpu-set", "report-bindings", "use-hwthread-cpus")
 _NO_EFFECT = {
@@ -57,7 +57,7 @@ _VALUES: dict[str, int] = {name: text.count("{}") for name, text in _SPELLINGS.i
     **dict.fromkeys((
         "verbose", "dry-run", "no-check", "help", "version", "report-bindings", "use-hwthread-cpus",
         "nolocal", "merge-stderr-to-stdout", "enable-recovery",
-        # these request what the launcher does in any case:
+        # these request what the launcher always does:
         "nooversubscribe", "q", "quiet", "allow-run-as-root", "hetero-nodes", "noprefix", "disable-recovery",
         "leave-session-attached",
     ), 0),

@@ -39,7 +39,7 @@ _starting = threading.Lock()  # start one process at a time, because a start bri
 
 @dataclass
 class Remote:
-    """A host with an agent, and the connection to it.
+    """A host with an agent, and the connection to the agent.
 
     Attributes:
         host: Name of the host as given by the user.
@@ -79,7 +79,7 @@ class Remote:
     behind: float = math.inf
 
     def time_here(self, when: float) -> float:
-        """Convert a time from the other host's clock to this host's.
+        """Convert a time from the other host's clock to this host's clock.
 
         The message that contains the time must have just arrived. The offset is taken from the message with
         the shortest delay so far.
@@ -285,7 +285,7 @@ def _await_facts(remote: Remote, timeout: float) -> bool:
 
 
 def adopt(host: str, sock: socket.socket, timeout: float = 30.0) -> Remote:
-    """Return the agent that has connected over a socket.
+    """Return the ``Remote`` for an agent that has connected over a socket.
 
     Raises:
         LaunchError: The agent does not answer.
@@ -342,7 +342,7 @@ def start_local(host: str, environ: Mapping[str, str], stdin: int, remotes: Sequ
         command = bare_command("agent.main", *map(str, passed))
         remote = _start(host, command, env=environ, pass_fds=[fd for fd in passed if fd >= 0])
         remote.local = True
-        with contextlib.suppress(OSError, AttributeError):  # a larger pipe, where supported
+        with contextlib.suppress(OSError, AttributeError):  # enlarge the pipe if the system allows it
             fcntl.fcntl(remote.frames.read_fd, fcntl.F_SETPIPE_SZ, 1 << 20)
         return remote
     finally:

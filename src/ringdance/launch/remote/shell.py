@@ -20,25 +20,29 @@ _SSH = ("BatchMode=yes", "ConnectTimeout=10", "LogLevel=ERROR")
 
 SSH_ADVICE = (
     (
-        "IDENTIFICATION HAS CHANGED", "its key has changed: the host was reinstalled or another is answering",
+        "IDENTIFICATION HAS CHANGED",
+        "its key has changed, because the host was reinstalled or another host is answering",
         "if the host was reinstalled, run ssh-keygen -R HOST",
     ),
     (
         "host key is known for", "its host key is unknown, and ssh is configured to refuse new keys",
         "verify the key, then add it: ssh-keyscan HOST >> ~/.ssh/known_hosts",
     ),
-    ("Permission denied", "passwordless login fails", "ssh-copy-id HOST, or pass a key: -i FILE (mode 600)"),
+    (
+        "Permission denied", "passwordless login fails",
+        "run ssh-copy-id HOST, or pass a key with -i FILE (mode 600)",
+    ),
     (
         "Could not resolve|Name or service not known", "its name does not resolve",
         "correct the name, or add it to /etc/hosts here (or to ~/.ssh/config)",
     ),
     (
         "Connection refused", "no sshd answers",
-        "start sshd there (sudo systemctl start ssh), or pass its port: -p PORT",
+        "start sshd there (sudo systemctl start ssh), or pass its port with -p PORT",
     ),
     (
         "timed out", "it does not answer",
-        "check that the host is up, and read what ssh reports: ssh -v -o BatchMode=yes HOST true",
+        "check that the host is up. For details, run ssh -v -o BatchMode=yes HOST true",
     ),
 )  # fmt: skip
 """Each entry: a pattern for ssh's error message, the problem, and its fix. The first match applies."""
