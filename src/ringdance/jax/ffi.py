@@ -137,7 +137,7 @@ def _handle(frame: Any) -> int | None:
 
 
 def _fill(metadata: Any) -> None:
-    """Set the interface version that this handler implements in ``metadata``."""
+    """Write the interface version that this handler implements to ``metadata``."""
     version = _version()
     assert version is not None
     metadata.api_version.struct_size = ctypes.sizeof(ApiVersion)

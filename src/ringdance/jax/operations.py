@@ -55,7 +55,10 @@ def _recorded(what: JaxCall, shapes: Shapes, *values: Any) -> tuple[Any, ...]:
         if what.splits is not None:
             raise ArgumentError(_NO_SPLITS)
         if what.rows[0] % size:
-            raise ArgumentError(f"alltoall: {what.rows[0]} rows cannot be divided evenly among {size} ranks.")
+            raise ArgumentError(
+                f"Within jit, alltoall sends equal shares, but {what.rows[0]} rows cannot be divided evenly "
+                f"among {size} ranks. Call alltoall(splits=...) outside of jit."
+            )
     return compiled(what, values, shapes, dtypes)
 
 
@@ -95,7 +98,7 @@ def _backward(what: JaxCall, shapes: Shapes, received: Any, gradients: tuple[Any
 
 
 def _alltoall_back(call: Call, rows: int, received: Any, gradient: Any) -> Any:
-    """Send each row of the gradient back to the rank that sent the input row.
+    """Send each row of the gradient back to the rank that sent the corresponding input row.
 
     The gradients of rows that were not sent are zero.
     """
@@ -135,7 +138,7 @@ def _run(
 
 
 def _shapes(call: Call, values: Values) -> tuple[Shapes, tuple[int, ...]]:
-    """Return the result shapes for equal numbers of rows on all ranks, and each input's number of rows."""
+    """Return the results' shapes, given equal row counts on all ranks, and each input's row count."""
     if call.keeps_shapes:
         return tuple([value.shape for value in values]), ()
     if not all(value.ndim for value in values):
@@ -164,10 +167,10 @@ def allreduce(
     postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set, *,
     compression: Any = Compression.none,
 ) -> Any:
-    """Return the reduction of ``array`` over all ranks, with the same shape and type. Differentiable.
+    """Return the reduction of ``array`` over all ranks, with the same shape and dtype. Differentiable.
 
     Args:
-        array: Array with the same shape and type on all ranks.
+        array: Array with the same shape and dtype on all ranks.
         name: Key that matches the ranks' calls. Unnamed calls match by order.
         op: Average (default), Sum, Adasum, Min, Max or Product.
         prescale_factor: Factor applied to each rank's input.
@@ -177,7 +180,7 @@ def allreduce(
 
     Raises:
         ArgumentError: An argument is wrong. The error may be raised on this rank only.
-        MismatchError: Shapes, types or operations differ between ranks. Raised on all ranks.
+        MismatchError: Shapes, dtypes or operations differ between ranks. Raised on all ranks.
     """
     call = allreduce_call(name, None, op, prescale_factor, postscale_factor, process_set)
     return _run(call, [array], None, compression)[0]
@@ -247,7 +250,7 @@ def broadcast(
 ) -> Any:
     """Return the array from global rank ``root_rank``. Differentiable.
 
-    The array must have the same shape and type on all ranks.
+    The array must have the same shape and dtype on all ranks.
     """
     return _run(movement(Collective.BROADCAST, name, process_set, root=root_rank), [array])[0]
 

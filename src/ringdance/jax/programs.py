@@ -96,7 +96,10 @@ def start_quickly() -> None:
     """Let JAX's C++ code start the programs that are compiled from now on, if possible."""
     original = _private.lowering_to_hlo()
     if original is None:
-        _log.debug("JAX %s starts programs with exchanges from Python.", jax.__version__)
+        _log.debug(
+            "JAX %s starts programs with exchanges from Python, because it lacks _cached_lowering_to_hlo.",
+            jax.__version__,
+        )
         return
 
     def lower(jaxpr: Any, *rest: Any, **named: Any) -> Any:
@@ -109,7 +112,11 @@ def start_quickly() -> None:
                     return lowered
             except Exception as error:
                 # If the program itself is invalid, the call below raises an error that refers to the program.
-                _log.debug("JAX %s starts a program from Python because of error %r", jax.__version__, error)
+                _log.debug(
+                    "JAX %s starts a program from Python, because lowering it without an effect failed: %r",
+                    jax.__version__,
+                    error,
+                )
         return original(jaxpr, *rest, **named)
 
     _private.replace_lowering_to_hlo(lower)

@@ -39,7 +39,7 @@ class RankLink:
         self.remote, self.number = remote, number
 
     def send(self, message: Mapping[str, Any]) -> bool:
-        """Send a message. Returns False if the host is lost."""
+        """Send a message to the wrapper. Returns False if the host is lost."""
         return self.remote.frames.send({"to": self.number, "message": message})
 
 

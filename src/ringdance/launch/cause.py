@@ -78,7 +78,7 @@ class Cause:
 
     def names(self, ended: Ended) -> bool:
         """Return True if the cause reports that the rank in ``ended`` has exited."""
-        who = f"rank {ended.rank} on host {ended.host} (pid {ended.pid})"  # transport.base.Identity
+        who = f"rank {ended.rank} on host {ended.host} (pid {ended.pid})"  # like str(transport.base.Identity)
         return self.of_an_end and who in self.message.partition(" died while ")[0]
 
 

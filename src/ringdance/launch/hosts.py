@@ -122,8 +122,8 @@ def assign_ranks(ranks: int, hosts: HostList) -> tuple[Host, ...]:
         each = -(-ranks // len(hosts))
         raise LaunchError(
             f"-np {ranks} needs {ranks} slots, but the hosts given have {total}: "
-            f"{several([hosts_text([host]) for host in hosts])}. Use -np {total}, or {each} slots per host: "
-            f"-H {hosts_text([(name, each) for name, _ in hosts[:5]])}{',...' * (len(hosts) > 5)}, "
+            f"{several([hosts_text([host]) for host in hosts])}. Use -np {total}, or set {each} slots per "
+            f"host: -H {hosts_text([(name, each) for name, _ in hosts[:5]])}{',...' * (len(hosts) > 5)}, "
             f"slots={each} in a host file, or as many tasks per host in a scheduler's job"
         )
     placed, first = [], 0

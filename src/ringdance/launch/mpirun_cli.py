@@ -63,7 +63,7 @@ def main(argv: Sequence[str], check: Check | None = None) -> int:
 def _main(words: list[str], check: Check | None) -> int:
     if words[:1] == ["--install-into"]:
         if len(words) != 2:
-            raise CommandError("--install-into DIR: pass exactly one directory")
+            raise CommandError("--install-into requires exactly one directory")
         print(*install(Path(words[1])), sep="\n")
         return 0
     line = parse(words, os.environ)
@@ -120,7 +120,7 @@ def install(directory: Path) -> list[Path]:
     prted = Path(mpi.mpiexec).parent / "prted"
     files = [mpirun]
     if mpirun.is_symlink() or (mpirun.exists() and _NAME not in mpirun.read_text(errors="replace")):
-        raise LaunchError(f"{mpirun} is a different program. Choose a directory that contains no mpirun")
+        raise LaunchError(f"{mpirun} exists and is a different program. Choose another directory")
     directory.mkdir(parents=True, exist_ok=True)
     # SageMaker's toolkit waits for a process named orted on each host.
     if mpi.family == "openmpi" and prted.exists():

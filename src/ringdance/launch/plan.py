@@ -74,7 +74,7 @@ class Plan:
 
     @property
     def paths_differ(self) -> bool:
-        """True if the ranks' interpreter or directory differs between hosts."""
+        """True if the ranks' interpreter or working directory may differ between hosts."""
         return bool(self.spec.chdir) or (self.multi_host and bool(self.spec.shell.python))
 
     @property

@@ -87,7 +87,7 @@ class JobSpec:
                 unknown.
         """
         if not self.start_timeout > 0:
-            raise LaunchError(f"--start-timeout {self.start_timeout:g}: it must be more than 0 seconds")
+            raise LaunchError(f"--start-timeout {self.start_timeout:g}: it must be longer than 0 seconds")
         if not 0 <= self.grace < 1e9:
             raise LaunchError(f"--grace {self.grace:g}: it must be 0 seconds or more, and less than 1e9")
         spec, shell, alloc = self, self.shell, detect(os.environ)

@@ -114,5 +114,5 @@ def pairs(flag: str, texts: Sequence[str]) -> dict[str, str]:
     """
     for text in texts:
         if not text.partition("=")[0] or "=" not in text:
-            raise LaunchError(f"{flag} {text}: write it as NAME=VALUE.")
+            raise LaunchError(f"{flag} {text}: expected NAME=VALUE.")
     return {text.partition("=")[0]: text.partition("=")[2] for text in texts}

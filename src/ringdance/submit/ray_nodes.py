@@ -55,7 +55,7 @@ class Node:
     def run_job(
         self, job: str, hosts: Sequence[tuple[str, int]], peers: Mapping[str, Any], ip: str, timeout: float
     ) -> str:
-        """Run the job until all ranks have exited. Returns the reason if it failed, else an empty string.
+        """Run the job until all ranks have exited. Returns why it failed, or an empty string.
 
         Args:
             job: Job ID.

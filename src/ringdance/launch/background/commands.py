@@ -74,7 +74,7 @@ def _status(arguments: argparse.Namespace) -> int:
         text = "\n".join(table([_HEAD, *map(_row, selected)]))
         print(text.encode(errors="backslashreplace").decode())  # arguments might not be UTF-8
     else:
-        print("no jobs. To start a job in the background, use `ringdance run --detach`")
+        print("no jobs found. To start a job in the background, use `ringdance run --detach`")
     return (selected[0].code or int(selected[0].state == "lost")) if arguments.job else 0
 
 
@@ -116,7 +116,7 @@ def _attach(arguments: argparse.Namespace) -> int:
     code = record.reload().code
     if code is None:
         launcher = f"the launcher of job {record.short} (pid {record.pid} on {record.launcher_host})"
-        raise LaunchError(f"{launcher} was killed, or the machine was restarted")
+        raise LaunchError(f"{launcher} was killed, or its machine was restarted")
     return code
 
 
@@ -125,10 +125,12 @@ def _stop(arguments: argparse.Namespace) -> int:
     running = [record for record in records.load_all() if record.state == "running"]
     if not arguments.job and len(running) != 1:
         jobs = "\n  ".join(["several jobs are running. Specify one:", *(record.about for record in running)])
-        raise LaunchError(jobs if running else "no job is running in the background; see `ringdance status`")
+        raise LaunchError(jobs if running else "no job is running in the background. See `ringdance status`")
     record = records.find(arguments.job)
     if record.state == "elsewhere":
-        raise LaunchError(f"job {record.short} was started on {record.launcher_host}. Stop it on that host")
+        raise LaunchError(
+            f"job {record.short} was started on {record.launcher_host}. Run `ringdance stop` on that host"
+        )
     outcome, grace = "had already ended", record.grace if arguments.grace is None else arguments.grace
     for number, seconds, after in (
         (signal.SIGTERM, grace, "has ended"),
@@ -142,7 +144,7 @@ def _stop(arguments: argparse.Namespace) -> int:
         except ProcessLookupError:
             pass
         except PermissionError:
-            raise LaunchError(f"job {record.short} belongs to another user") from None
+            raise LaunchError(f"job {record.short} belongs to another user, who must stop it") from None
         until, outcome = time.monotonic() + seconds, after
         while record.state == "running" and time.monotonic() < until:
             time.sleep(_POLL_S)

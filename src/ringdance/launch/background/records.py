@@ -213,7 +213,9 @@ def find(name: str = "") -> Record:
         return ([record for record in known if record.state == "running"] or known)[-1]
     matching = [record for record in known if record.job.startswith(name)] if len(name) >= _SHORTEST else []
     if len(matching) > 1:
-        raise LaunchError(f"{name} matches jobs {' and '.join(r.short for r in matching)}. Add more digits")
+        raise LaunchError(
+            f"{name} matches jobs {' and '.join(r.short for r in matching)}. Specify more digits of the ID"
+        )
     if not matching:
         raise LaunchError(f"no background job matches {name}. `ringdance status` lists the IDs of all jobs")
     return matching[0]

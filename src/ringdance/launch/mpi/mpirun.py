@@ -137,10 +137,10 @@ def parse(words: Sequence[str], environ: Mapping[str, str]) -> MpirunLine:
             line.options += ["-x", f"{name}={value}"]
             continue
         if name not in _VALUES:
-            raise LaunchError(f"unknown option {option}; see: ringdance mpirun --help")
+            raise LaunchError(f"unknown option {option}. See `ringdance mpirun --help`")
         while len(values) < _VALUES[name]:
             if not rest:
-                raise LaunchError(f"{option}: missing value")
+                raise LaunchError(f"{option} requires a value")
             values.append(rest.pop(0))
         if name in _SPELLINGS:
             left = iter(values)
@@ -158,7 +158,7 @@ def parse(words: Sequence[str], environ: Mapping[str, str]) -> MpirunLine:
         line.mpi += ["--bind-to", "core"]  # Open MPI requires binding for several cores per rank
         line.notes += ["--bind-to none: no effect, because PE=N binds ranks to N cores"] * bool(line.bound)
     if ":" in rest:
-        raise LaunchError("several programs in one job (`:` between them) are not supported")
+        raise LaunchError("a job with several programs, separated by `:`, is not supported")
     if named:  # select from the hosts of a host file, if there is one
         chosen, known = [parse_hosts(text)[0] for text in named], dict(line.hosts or ())
         line.hosts = merge((host, known.get(host, slots)) for host, slots in chosen)
@@ -238,7 +238,7 @@ def _mca(line: MpirunLine, option: str, name: str, value: str) -> list[str]:
     elif name in ("plm_rsh_agent", "plm_ssh_agent"):
         program, *arguments = shlex.split(value.partition(":")[0]) or [""]
         if os.path.basename(program) not in ("ssh", "rsh"):
-            raise LaunchError(f"{option} {name} {value}: only ssh is supported")
+            raise LaunchError(f"{option} {name} {value}: ssh is the only supported remote shell")
         line.ssh += arguments
     elif _LAUNCH_PARAMETERS.fullmatch(name):
         return [name]

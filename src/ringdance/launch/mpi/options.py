@@ -60,12 +60,12 @@ class MpiexecRequest:
 
 
 def host_label(host: Host, number: int) -> str:
-    """Return mpiexec's name for a host. It must not contain colons, unlike IPv6 addresses."""
+    """Return the name to use for a host in mpiexec's options, which do not accept IPv6 addresses."""
     return f"host{number}" if ":" in host.name else host.name
 
 
 def _host_list(hosts: Sequence[Host], separator: str) -> str:
-    """Return the hosts' labels and numbers of ranks: ``h1:2,h2:2``."""
+    """Return the hosts' labels and rank counts, such as ``h1:2,h2:2``."""
     return separator.join(f"{host_label(host, n)}:{len(host.ranks)}" for n, host in enumerate(hosts))
 
 
@@ -176,7 +176,7 @@ def _hydra(request: MpiexecRequest) -> _Options:
         return defaults, [launcher, "fork"], variables | {"UCX_NET_DEVICES": "lo", "FI_TCP_IFACE": "lo"}
     # Ranks inherit the environment of the daemon on their host (-genvnone). Otherwise Hydra would send
     # mpiexec's environment unencrypted.
-    if intel:  # -hosts of Intel MPI does not accept numbers of ranks
+    if intel:  # Intel MPI's -hosts option does not accept rank counts
         fixed = [launcher, "ssh", f"{launcher}-exec", RSH_SHIM, "-genvnone", "-machinefile", MACHINE_FILE]
         fixed += ["-v6"] if request.networks.ipv6 else []
     else:

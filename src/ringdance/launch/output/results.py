@@ -114,7 +114,7 @@ class Results:
         if missing:
             raise LaunchError(
                 f"{ranks_text(missing)} exited with code 0 before the function returned. "
-                "Check whether it calls sys.exit()."
+                "Check whether the function calls sys.exit()."
             )
         return [pickle.load(self._files[name]) for name in names]
 
@@ -140,7 +140,9 @@ def _locked(directory: str) -> int:
         fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(opened)
-        raise LaunchError(f"--output-filename {directory}: another job is writing its output there") from None
+        raise LaunchError(
+            f"--output-filename {directory}: another job is writing its output there. Use another directory"
+        ) from None
     except OSError:  # the file system does not support locks
         pass
     return opened

@@ -55,7 +55,7 @@ def guarded(name: str, sink: Sink, warn: Sink) -> Sink:
 
     Args:
         name: Name of the file or stream, for the warning.
-        sink: The sink to guard. A BrokenPipeError from it is raised.
+        sink: The sink to guard. A BrokenPipeError is propagated.
         warn: Sink for the warning.
     """
     failed = False

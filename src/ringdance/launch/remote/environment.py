@@ -14,7 +14,7 @@ _STAYS = re.compile(
     r"|.*CUDA_VISIBLE_DEVICES|.*ROCR_VISIBLE_DEVICES|_HOROVOD_SECRET_KEY"
     rf"|NVIDIA_.*|RINGDANCE_JOB|{STAYS}"
 )
-# Settings. They must be the same on all ranks and are always forwarded.
+# Settings, which must be the same on all ranks and are therefore always forwarded.
 _GOES = re.compile(r"(RINGDANCE|HOROVOD|OMPI|OPAL|PMIX|PRTE|MPICH|MPIR_CVAR|HYDRA|I_MPI|FI|UCX|NCCL)_.*")
 _SECRET = re.compile(
     r"(?i)secret|token(?!i[sz]er)|passw|passphrase|_pwd$|credential|private(?!_data)|(api|access)_?key"

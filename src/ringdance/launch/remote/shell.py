@@ -56,7 +56,7 @@ class RemoteShell:
         method: "ssh", or "srun" for the hosts of a Slurm allocation.
         port: Port for ssh, 0 for the port in ssh's configuration.
         identity: Private key file for ssh, if any.
-        arguments: Further arguments for ssh. They override ours.
+        arguments: Further arguments for ssh. They override our defaults.
         start_timeout: Seconds to keep trying hosts that may still be starting, such as pods.
         local: Names that refer to this machine, where programs are started directly.
         python: Path of the interpreter on other hosts, empty if it is the same as on this host.
@@ -105,7 +105,7 @@ def _of_new_hosts(arguments: Sequence[str], host: str) -> Sequence[str]:
 _HOW = ("ssh_port", "ssh_identity_file", "python", "ssh_args")
 
 
-# ``parser`` is a parser or a group in a parser. argparse has no public name for their common base class.
+# ``parser`` is typed as Any, because argparse has no public name for the base class of parsers and groups.
 def add_host_options(parser: Any, text: str = "hosts, and the number of slots on each") -> None:
     """Add -H, --hostfile and the options for ssh, which ``remote_shell_of()`` reads.
 
@@ -158,7 +158,7 @@ def remote_shell_of(arguments: argparse.Namespace, more: Sequence[str] = ()) -> 
     except ValueError as error:
         raise LaunchError(f"--ssh-args={arguments.ssh_args!r} cannot be split into words: {error}") from None
     if arguments.python and not os.path.isabs(arguments.python):
-        raise LaunchError(f"--python {arguments.python}: pass an absolute path, such as /opt/env/bin/python")
+        raise LaunchError(f"--python {arguments.python}: not an absolute path, such as /opt/env/bin/python")
     return RemoteShell(
         port=arguments.ssh_port,
         identity=arguments.ssh_identity_file,

@@ -60,7 +60,7 @@ def parse_volume(text: str) -> Volume:
             source, path = {}, ""
     if not path.startswith("/"):
         raise LaunchError(
-            f"--volume {text}: write pvc:CLAIM:/PATH, nfs:SERVER:/EXPORT:/PATH, host:/DIR:/PATH or "
+            f"--volume {text}: expected pvc:CLAIM:/PATH, nfs:SERVER:/EXPORT:/PATH, host:/DIR:/PATH or "
             "secret:NAME:/PATH. Append :ro to mount it read-only"
         )
     return Volume(source, path, read_only)
@@ -76,7 +76,7 @@ def _secrets(texts: Sequence[str]) -> dict[str, tuple[str, str]]:
     for name, text in pairs("--secret-env", texts).items():
         secret, slash, key = text.partition("/")
         if not (secret and slash and key):
-            raise LaunchError(f"--secret-env {name}={text}: write {name}=SECRET/KEY")
+            raise LaunchError(f"--secret-env {name}={text}: expected {name}=SECRET/KEY")
         keys[name] = secret, key
     return keys
 

@@ -129,7 +129,7 @@ class Estimator(TrainingJob):
         argument = self.processes_per_host
         ranks = mpi.get("processes_per_host", argument)
         if argument is not None and ranks not in (None, argument):
-            raise ArgumentError(f"processes_per_host is {argument}, but {ranks} in distribution")
+            raise ArgumentError(f"processes_per_host is {argument}, but distribution sets it to {ranks}")
         self.processes_per_host = argument if ranks is None else ranks
         self.mpi = mpi.get("enabled", True if mpi or argument or self.custom_mpi_options else None)
         self.custom_mpi_options, notes = mpi_options(mpi.get("custom_mpi_options") or self.custom_mpi_options)
@@ -164,7 +164,7 @@ class Estimator(TrainingJob):
             raise ArgumentError(f"instance_type {self.instance_type!r} must start with 'ml.'")
         for name in ("instance_count", "processes_per_host"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ArgumentError(f"{name} {getattr(self, name)}: must be at least 1")
+                raise ArgumentError(f"{name} is {getattr(self, name)}, but must be at least 1")
         if self.use_spot_instances:
             if self.max_wait is None or self.max_wait < self.max_run:
                 raise ArgumentError(
@@ -209,7 +209,7 @@ class Estimator(TrainingJob):
             bucket = self.code_location.removeprefix("s3://").partition("/")[0]
         name = name or self._new_name()
         if not re.fullmatch("[a-zA-Z0-9](-*[a-zA-Z0-9]){0,62}", name):
-            raise ArgumentError(f"name {name!r}: a job name has up to 63 letters, digits and '-'")
+            raise ArgumentError(f"{name!r} is not a valid job name of up to 63 letters, digits and '-'")
         return create_request(self, name, inputs, region, bucket)
 
     def _find_region(self) -> str:

@@ -125,7 +125,7 @@ def test_a_variable_written_as_an_option() -> None:
     ("line", "message"),
     [
         ("-frobnicate 3", "unknown option -frobnicate"),
-        ("-np", "missing value"),
+        ("-np", "requires a value"),
         ("-np two", "must be an integer"),
         ("-np 0", "at least 1"),
         ("-H a:x", "not HOST:SLOTS"),
