@@ -207,7 +207,7 @@ def _by_callback(ctx: Any, *operands: Any, what: JaxCall, shapes: Shapes, **_: A
 
 
 def _by_ffi(ctx: Any, *operands: Any, what: JaxCall, shapes: Shapes, **rest: Any) -> Any:
-    """Lower to a call that gets the addresses of XLA's memory. The call works in place if possible."""
+    """Lower to a call that receives the addresses of XLA's buffers, and works in place if possible."""
     if _devices(ctx) > 1 or not by_address():
         return _by_callback(ctx, *operands, what=what, shapes=shapes, **rest)
     aliases = {index + 1: index + 1 for index in range(len(operands)) if what.call.keeps_shapes}

@@ -32,7 +32,7 @@ _INTERNAL = 13  # XLA_FFI_Error_Code_INTERNAL
 _METADATA = 1  # XLA_FFI_Extension_Metadata
 _EXECUTE = 3  # XLA_FFI_ExecutionStage_EXECUTE
 
-_layout: dict[str, Any] = {}  # The structures, by their names in the header.
+_layout: dict[str, Any] = {}  # The structures below, by their names in the header.
 _HEAD = {"struct_size": c_size_t, "extension_start": c_void_p}  # Most structures start with these members.
 
 
@@ -51,7 +51,7 @@ MetadataExtension = _structure("Metadata_Extension", extension_base=Extension, m
 Api = _structure("Api", **_HEAD, api_version=ApiVersion, internal_api=c_void_p, XLA_FFI_Error_Create=c_void_p)
 ErrorCreate = _structure("Error_Create_Args", **_HEAD, message=c_char_p, errc=c_int)
 Buffer = _structure("Buffer", **_HEAD, dtype=c_int, data=c_void_p, rank=c_int64, dims=c_void_p)
-# The last member of both structures is the address of an array of pointers to Buffer.
+# The last member of Args and Rets is the address of an array of pointers to Buffer.
 Arguments = _structure("Args", **_HEAD, size=c_int64, types=c_void_p, args=c_size_t)
 Results = _structure("Rets", **_HEAD, size=c_int64, types=c_void_p, rets=c_size_t)
 ByteSpan = _structure("ByteSpan", ptr=c_void_p, len=c_size_t)
@@ -68,7 +68,7 @@ _alive: list[Any] = []  # Keeps the registered function alive as long as the pro
 
 
 def set_handler(function: Handler) -> None:
-    """Set the function that runs each exchange. Its arguments: the attribute ``what``, inputs and outputs."""
+    """Set the function that runs an exchange, given the ``what`` attribute, the inputs and the outputs."""
     _handler[:] = [function]
 
 

@@ -69,7 +69,7 @@ def from_array(array: Array, like: Any = None) -> Any:
 
 
 def _floating_dtype(array: Any) -> Any:
-    """Return the dtype that the array has in JAX if it is a floating-point dtype, otherwise None."""
+    """Return the array's dtype in JAX if it is a floating-point dtype, otherwise None."""
     floating = jax.numpy.issubdtype(array.dtype, jax.numpy.floating)
     return jax.dtypes.canonicalize_dtype(array.dtype) if floating else None
 

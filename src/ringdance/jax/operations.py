@@ -2,8 +2,8 @@
 
 Within ``jit``, all shapes are fixed when the program is traced. ``allgather`` and ``alltoall`` therefore need
 the same number of rows on all ranks, and ``splits`` is not supported. Unnamed calls match by order, which XLA
-preserves. ``grad`` and ``vjp`` are supported. Forward-mode differentiation (``jvp``) and ``vmap`` are not:
-exchange the whole batch outside of ``vmap``. An array that is sharded over several devices of this process is
+preserves. ``grad`` and ``vjp`` are supported. Forward-mode differentiation (``jvp``) and ``vmap`` are not.
+Exchange the whole batch outside of ``vmap``. An array that is sharded over several devices of this process is
 exchanged as a whole. A collective within ``shard_map`` raises an error. A failure within ``jit`` is raised as
 a ``jax.errors.JaxRuntimeError`` with the same message as the error that would be raised outside of ``jit``.
 """
@@ -179,7 +179,7 @@ def allreduce(
         compression: ``Compression.none``, ``.fp16`` or ``.bf16``.
 
     Raises:
-        ArgumentError: An argument is wrong. The error may be raised on this rank only.
+        ArgumentError: An argument is invalid. Other ranks may not raise this error.
         MismatchError: Shapes, dtypes or operations differ between ranks. Raised on all ranks.
     """
     call = allreduce_call(name, None, op, prescale_factor, postscale_factor, process_set)
@@ -265,7 +265,7 @@ def grouped_broadcast(
 def alltoall(
     array: Any, splits: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """Send ``splits[j]`` rows to rank j of the set. Returns received rows in rank order. Differentiable.
+    """Send ``splits[j]`` rows to rank j of the set. Returns the received rows in rank order. Differentiable.
 
     Args:
         array: Array with at least one dimension. All dimensions except the first must match across ranks.

@@ -43,7 +43,7 @@ _world: list[tuple[int, int]] = []
 
 
 def _forget_programs() -> None:
-    """Make JAX retrace programs if rank or size has changed, because shapes and exchanges depend on them."""
+    """Make JAX retrace programs if the rank or size has changed. Shapes and exchanges depend on both."""
     _private.drop_tokens()
     engine = session.engine()
     world = engine.rank, engine.size
@@ -54,7 +54,7 @@ def _forget_programs() -> None:
 
 session.at_init(_forget_programs)
 
-# An operation without an effect that stands for a whole program.
+# An operation that has no effect and represents a whole program.
 
 _program = core.Primitive("ringdance_program")
 _program.multiple_results = True
@@ -83,7 +83,7 @@ _EXIT_SECONDS = 10.0
 
 
 def _may_be_quick(jaxpr: Any, backend: Any) -> bool:
-    """Return True if a program has only our effect and its exchanges stay in order without tokens."""
+    """Return True if a program has only our effect and needs no tokens to keep its exchanges in order."""
     return (
         set(jaxpr.effects) == {EFFECT}
         and backend.platform == "cpu"
@@ -124,7 +124,7 @@ def start_quickly() -> None:
 
 
 def _watch(device: Any) -> None:
-    """Include this device's programs in ``settle`` from now on."""
+    """Make ``settle`` also wait for this device's programs from now on."""
     if device in _last:
         return
     with jax.ensure_compile_time_eval():

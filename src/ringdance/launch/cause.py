@@ -26,7 +26,7 @@ OF_OTHERS = ("RankLostError", "ShutDownError", "StallError", "DeadlockError")
 _CRASHED_THREAD = re.compile(r"^Current thread .*?(?=\n\s*\n|\Z)", re.MULTILINE | re.DOTALL)
 _LONGEST_LINE = 300
 _LOST_PEER = "MPI_ERR_PROC_FAILED"  # raised by mpi4py when a peer has died
-# Exit codes of a process that Open MPI ends because a peer has died: with the error MPI_ERR_UNKNOWN ("Socket
+# Exit codes of processes that Open MPI ends because a peer has died. The error is MPI_ERR_UNKNOWN ("Socket
 # closed") or MPI_ERR_PROC_FAILED.
 _LOST_PEER_CODES = (14, 75, 76)
 _RECORD = re.compile(r" \(Last batches: \S+\)")
@@ -174,7 +174,7 @@ def of_end(ended: Ended) -> Cause | None:
 
 
 def _reason(ended: Ended) -> str:
-    """Quote the last line on stderr. ``sys.exit("reason")``, argparse and others write the reason there."""
+    """Quote the last line on stderr, where ``sys.exit("reason")``, argparse and others write the reason."""
     line = ended.last_line
     return f"; its last line on stderr: {line[:_LONGEST_LINE]}" if line else ""
 
@@ -210,7 +210,7 @@ def judge(
         if kind in ("code", "exit") and (end.code or 0) > 0 and not end.by_mpiexec:
             waited = " while other ranks waited for it" if kind == "exit" else ""
             causes[rank] = replace(causes[rank], message=f"exited with code {end.code}{waited}{_reason(end)}")
-    if not causes and all(cause.kind == "daemon" for cause in outside):  # they exited after all ranks
+    if not causes and all(cause.kind == "daemon" for cause in outside):  # daemons exited after all ranks
         return None
     candidates = [*causes.values(), *outside, *_early(causes, ended)]
     first = min(candidates, key=lambda cause: (_weight(cause), cause.time))

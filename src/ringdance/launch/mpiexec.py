@@ -81,7 +81,7 @@ class Mpiexec:
         host = self._plan.host_of(name)
         # mpiexec passes its own settings to the daemons, including the job's directory on this host. If the
         # daemons shared that directory, two of them with the same process ID would use the same files.
-        # Replace it, so that each daemon uses the directory on its own host.
+        # Replace that directory, so that each daemon uses the one on its own host.
         command = command.replace(self._place.directory, OWN_DIRECTORY)
 
         def on_exit(_: int, code: int, when: float) -> None:

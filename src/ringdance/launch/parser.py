@@ -59,7 +59,7 @@ class Parser(argparse.ArgumentParser):
                 count = 1 if action.nargs is None else action.nargs
                 values = count if isinstance(count, int) and not equals else 0
             elif any(name.startswith(option) for name in known) and (self.allow_abbrev or option[1:2] != "-"):
-                values = 1  # an abbreviation, which argparse expands
+                values = 1  # an abbreviated option, which argparse expands
             elif self._own(option) or answer(_plain(option), known):
                 foreign.append(option)
                 values = not equals

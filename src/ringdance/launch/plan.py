@@ -1,4 +1,4 @@
-"""The launcher's plan for a job as pure data. ``--dry-run`` prints it."""
+"""The launcher's plan for a job, as plain data. ``--dry-run`` prints it."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Plan:
         return not all(host.local for host in self.hosts)
 
     def host_of(self, called: str) -> Host | None:
-        """Return the host that mpiexec refers to by the name ``called``."""
+        """Return the host that mpiexec refers to by the name ``called``, or None."""
         return next((host for n, host in enumerate(self.hosts) if host_label(host, n) == called), None)
 
     def named(self, name: str) -> str:

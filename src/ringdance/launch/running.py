@@ -28,7 +28,7 @@ from ringdance.launch.states import CLEANING, ENDING, LIMITS, WELL, Event, Stage
 # Seconds from an event to the deadline of the state that the event leads to:
 _FAILED_S = 0.1
 _MPIEXEC_EXITED_S = 0.3  # the ranks' reports may still be unread in the sockets
-# The other ranks get this long to report what they saw. The launcher may also receive the signal that ended
+# During this time, the other ranks report what they saw. The launcher may also receive the signal that ended
 # the rank a little later.
 _RANK_FAILED_S = 1.0
 _RANK_KILLED_S = 0.5  # a killed rank cannot have reported why it ended
@@ -181,7 +181,8 @@ class RunningJob:
         left = self._shutdown.kill_at - time.monotonic()
         if left <= 0 or self._ranks.idle:
             return 0.0
-        limit = "time" if self._spec.grace >= 3600 else f"{self._spec.grace:g} s"  # for background jobs
+        # Background jobs have a grace period of at least an hour. `ringdance stop` enforces the actual limit.
+        limit = "time" if self._spec.grace >= 3600 else f"{self._spec.grace:g} s"
         name = signal_name(self._shutdown.signal)
         self._screen.show(f"{name}: the ranks have {limit} to exit. Press Ctrl-C (SIGINT) to kill them now")
         return left
@@ -316,7 +317,7 @@ class RunningJob:
         self._outside.append(Cause(None, os.uname().nodename, os.getpid(), at, kind, message, code=code or 1))
         self._handle(Event.FAILURE, _FAILED_S)
 
-    # --- the end -------------------------------------------------------------------------------
+    # --- ending the job ------------------------------------------------------------------------
 
     def _on_clean(self, local: bool) -> None:
         """Continue once the agent on this host, or every agent on other hosts, has cleaned up or is lost."""

@@ -168,14 +168,14 @@ def _environ_of(process: Any) -> dict[str, str]:
 
 
 def rank_processes() -> Iterator[tuple[Any, dict[str, str]]]:
-    """Yield the ``psutil.Process`` and the environment of every rank running here, for all jobs."""
+    """Yield the ``psutil.Process`` and the environment of every rank on this host, for all jobs."""
     import psutil  # imported late, because the launcher does not need it to start
 
     for process in psutil.process_iter():
         environ = _environ_of(process)
         if linux.MARKER in environ and "RINGDANCE_RANK" in environ:
             with contextlib.suppress(psutil.Error, OSError):
-                if "RINGDANCE_RANK" not in _environ_of(process.parent()):  # otherwise it is a rank's child
+                if "RINGDANCE_RANK" not in _environ_of(process.parent()):  # otherwise, a rank's child
                     yield process, environ
 
 

@@ -77,11 +77,11 @@ def machine_file(hosts: Sequence[Host], family: str) -> str:
 
 
 def mpiexec_options(request: MpiexecRequest) -> tuple[list[str], dict[str, str]]:
-    """Return mpiexec's options except the number of ranks, and variables for mpiexec and the ranks."""
+    """Return mpiexec's options, without the rank count, and variables for mpiexec and the ranks."""
     family = request.mpi.family
     defaults, fixed, variables = (_openmpi if family == "openmpi" else _hydra)(request)
     own = [*(request.binding or ()), *request.more]
-    if family == "openmpi":  # older versions also accept long options with one dash
+    if family == "openmpi":  # accept long options with one dash, as older versions do
         own = [f"-{word}" if _LONG.fullmatch(word) else word for word in own]
     if request.binding is None:
         for name, *values in reversed(defaults):
@@ -90,7 +90,7 @@ def mpiexec_options(request: MpiexecRequest) -> tuple[list[str], dict[str, str]]
     # If the user sets a parameter with an option, drop our variable, which would set it a second time.
     for name in [f"OMPI_MCA_{own[at + 1]}" for at, word in enumerate(own[:-1]) if word == "--mca"]:
         variables.pop(name, None)
-        if name == "OMPI_MCA_btl_tcp_if_exclude":  # Open MPI rejects include together with exclude
+        if name == "OMPI_MCA_btl_tcp_if_exclude":  # Open MPI rejects include and exclude together
             variables.pop("OMPI_MCA_btl_tcp_if_include", None)
     return [*fixed, *own], variables
 
@@ -147,9 +147,9 @@ def _openmpi_launch(request: MpiexecRequest) -> list[str]:
         option, remote, prefix, oob = "--prtemca", "ssh", "prte", "prte"
     words = ["--host", _host_list(request.hosts, ",")]
     if request.mpi.major == 4:
-        # Open MPI 4 would place the first ranks on the local host, wherever it is in the list. So list every
-        # rank on its own line in a file. The mapper for such files also opens the default host file, which
-        # might not exist, so name our file as the default.
+        # Open MPI 4 would place the first ranks on the local host, wherever it is in the list. Therefore,
+        # list every rank on its own line in a file. The mapper for such files also opens the default host
+        # file, which might not exist, so name our file as the default.
         words = ["--hostfile", MACHINE_FILE, option, "orte_default_hostfile", MACHINE_FILE]
     for name, value in (
         ("plm", remote),

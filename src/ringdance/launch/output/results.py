@@ -45,7 +45,7 @@ class OutputDirectory:
             raise LaunchError(f"--output-filename {path}: {error.strerror}") from None
 
     def take(self, name: str, data: bytes) -> bool:
-        """Append data to a file sent by another host. Returns False if it is not an output file."""
+        """Append data to a file sent by another host. Returns False for other kinds of files."""
         timeline = name.startswith(TIMELINE)
         if not timeline and not name.startswith(f"{OUTPUT}/"):
             return False
@@ -107,7 +107,7 @@ class Results:
         """Return the results in rank order.
 
         Raises:
-            LaunchError: A rank exited without a result.
+            LaunchError: A rank exited without storing a result.
         """
         names = [f"result.{rank}.pkl" for rank in range(ranks)]
         missing = [rank for rank, name in enumerate(names) if name not in self._files]

@@ -199,7 +199,7 @@ class Stream:
             self._sink(b"".join(map(self._dress, lines)))
 
     def drop(self, shown: str) -> None:
-        """Show the lines that were held back, except those contained in ``shown``, a text shown elsewhere."""
+        """Show the lines that were held back, except those in ``shown``, which are shown elsewhere."""
         lines = {line.strip() for line in shown.splitlines()}
         self.held = [line for line in self.held if line.decode(errors="replace").strip() not in lines]
         self.release()

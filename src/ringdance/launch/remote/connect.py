@@ -98,7 +98,7 @@ class Remote:
             file.close()
 
     def close(self, timeout: float = 2.0) -> None:
-        """Close the connection. Kill the process if it has not exited in time."""
+        """Close the connection, and kill the process if it does not exit in time."""
         self.disconnect()
         try:
             self.wait(timeout)
@@ -169,7 +169,7 @@ def connect(
 def attempt(
     hosts: Sequence[str], shell: RemoteShell, timeout: float, log: Callable[[str], None] = lambda text: None
 ) -> tuple[dict[str, Remote], dict[str, LaunchError]]:
-    """Start agents like ``connect()``. Return the agents that answer, and the other hosts' problems."""
+    """Start agents as ``connect()`` does. Return the agents that answer, and the other hosts' problems."""
     allow_open_files(PIPES * len(hosts), counted(len(hosts), "host"))
     agents: dict[str, Remote] = {}
     problems: dict[str, LaunchError] = {}

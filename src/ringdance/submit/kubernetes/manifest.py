@@ -58,7 +58,7 @@ def _mpijob(request: JobRequest) -> Document:
         "slotsPerWorker": request.slots_per_worker,
         "mpiImplementation": request.mpi,
         "sshAuthMountPath": SSH_DIRECTORY,
-        # Start the launcher last. It would fail until the host names of the workers can be resolved.
+        # Start the launcher last, because it fails until the host names of the workers can be resolved.
         "launcherCreationPolicy": "WaitForWorkersReady",
         "runPolicy": _given(policy),
         "mpiReplicaSpecs": {

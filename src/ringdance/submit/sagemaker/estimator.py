@@ -79,7 +79,7 @@ class Estimator(TrainingJob):
 
     Args:
         entry_point: Training script. A path within ``source_dir`` if that is set.
-        source_dir: Directory to upload, or ``s3://...tar.gz`` with its contents.
+        source_dir: Directory to upload, or the S3 URI of a tar.gz archive of its contents.
         processes_per_host: Number of ranks per machine, as in ``distribution``. Default: one per GPU, or 1
             without GPUs.
         hyperparameters: Arguments of the script, which receives them as ``--name value``.

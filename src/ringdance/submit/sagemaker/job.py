@@ -1,4 +1,4 @@
-"""The description of a training job as plain data, and job names."""
+"""Training jobs as plain data, and names for them."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class TrainingJob:
 
     @property
     def files(self) -> str:
-        """The script, or the directory that contains it."""
+        """Directory or S3 URI that contains the script, or the script itself."""
         return self.source_dir or self.entry_point
 
 
