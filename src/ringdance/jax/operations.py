@@ -179,7 +179,7 @@ def allreduce(
         compression: ``Compression.none``, ``.fp16`` or ``.bf16``.
 
     Raises:
-        ArgumentError: An argument is invalid. Other ranks may not raise this error.
+        ArgumentError: An argument is invalid. Other ranks do not necessarily raise this error.
         MismatchError: Shapes, dtypes or operations differ between ranks. Raised on all ranks.
     """
     call = allreduce_call(name, None, op, prescale_factor, postscale_factor, process_set)

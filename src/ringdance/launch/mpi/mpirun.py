@@ -74,7 +74,7 @@ _LAUNCH_PARAMETERS = re.compile(
     r"(plm|oob|orte|ras|rmaps|rml|routed|odls|ess|iof|grpcomm|errmgr|state|schizo|rtc|filem|snapc|regx|hwloc"
     r"|btl_vader)(_.*)?"
 )
-"""MCA parameters for how Open MPI 4 starts processes, and for a component that Open MPI 5 lacks."""
+"""MCA parameters that control how Open MPI 4 starts processes or a component that Open MPI 5 lacks."""
 
 _VARIABLE = re.compile(r"[A-Z][A-Z0-9_]*")
 

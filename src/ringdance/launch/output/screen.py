@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from ringdance.launch.output.stream import Sink, guarded
 
 LAUNCHER = -1
-"""Used instead of a rank for the launcher's own lines."""
+"""Number used in place of a rank for the launcher's own lines."""
 
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
