@@ -111,8 +111,8 @@ def install(directory: Path) -> list[Path]:
     """Install ``mpirun``, and Open MPI's daemon under its old name, in a directory. Return the files written.
 
     Raises:
-        LaunchError: The directory already contains a different program with one of these names.
-        OSError: The directory is not writable.
+        LaunchError: The directory contains a different program named mpirun, or no MPI library was found.
+        OSError: The directory is not writable, or it contains an orted that is not a symbolic link.
     """
     mpi = find_mpi()
     mpirun, daemon = directory.absolute() / "mpirun", directory.absolute() / "orted"

@@ -221,7 +221,7 @@ def _variables(
     spec: JobSpec, environ: Mapping[str, str], hosts: Sequence[Host], cores: int, master: str,
     extra: Mapping[str, str],
 ) -> tuple[dict[str, str], dict[str, str], int | None]:  # fmt: skip
-    """Return the user's variables for all ranks, our variables, and the number of threads per rank.
+    """Return the user's variables for all ranks, Ringdance's variables, and the threads per rank.
 
     The number of threads is None if the user has set it.
 

@@ -109,7 +109,9 @@ class JobSpec:
             spec = replace(self, hosts=hosts, source=source, shell=shell)
         if spec.ranks is None:
             if not spec.hosts:
-                raise LaunchError("unknown number of ranks; specify -np N. Example: -np 2 python train.py")
+                raise LaunchError(
+                    "the number of ranks is unknown. Specify -np N, for example: -np 2 python train.py"
+                )
             spec = replace(spec, ranks=sum(slots for _, slots in spec.hosts))
         return spec
 

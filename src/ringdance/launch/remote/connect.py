@@ -44,7 +44,7 @@ class Remote:
     Attributes:
         host: Name of the host as given by the user.
         frames: The connection to the agent.
-        files: Files to close to end the connection.
+        files: Files that are closed to end the connection.
         process: The ssh or srun process that reaches the agent, or the local agent itself. None if the agent
             connected over a socket.
         facts: Facts about the host.
@@ -320,7 +320,7 @@ def _start(host: str, command: Sequence[str], **options: Any) -> Remote:
 
 
 def start_local(host: str, environ: Mapping[str, str], stdin: int, remotes: Sequence[Remote]) -> Remote:
-    """Start this host's agent, which also sends heartbeats to the others.
+    """Start this host's agent, which also sends heartbeats to the other agents.
 
     Args:
         host: Name of this host in the plan.
