@@ -94,7 +94,7 @@ class Ended:
         last_line: Last line that the rank wrote to stderr, if any.
         by_launcher: True if the rank exited after the launcher had started to end the job.
         by_mpiexec: True if the rank exited after mpiexec had ended its wrapper.
-        why: Evidence found on the host for why the rank received a signal, if any.
+        why: Explanation found on the host for the signal that ended the rank, if any.
     """
 
     rank: int

@@ -33,7 +33,7 @@ _MPIEXEC_EXITED_S = 0.3  # the ranks' reports may still be unread in the sockets
 _RANK_FAILED_S = 1.0
 _RANK_KILLED_S = 0.5  # a killed rank cannot have reported why it ended
 _OVER_S = 3.0  # for mpiexec to exit; it sometimes hangs
-_OVER_LATE_S = 0.05  # the same, but after a failure, after mpiexec has exited, or while the job is stopping
+_OVER_LATE_S = 0.05  # for mpiexec to exit after a failure or while stopping, or if it has already exited
 _STOP_S = 0.8  # from a signal until the user is told how much time the ranks have left
 _TERM_S = 0.2  # from SIGTERM after a failure until the ranks are killed
 

@@ -48,7 +48,7 @@ class Instance:
 
 
 _KINDS = get_type_hints(Instance) | {"price": float}
-del _KINDS["name"]  # taken from the table key or the file name
+del _KINDS["name"]  # the name is the table key or the file name
 
 
 def instance(name: str) -> Instance:
