@@ -261,7 +261,7 @@ def test_ctrl_c_ends_all(program):
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
-        (["true"], 2, "specify -np N"),
+        (["true"], 2, "Specify -np N"),
         (["-np", "2"], 2, "missing COMMAND"),
         (["-np", "2", "-H", "localhost:1", "true"], 2, "-np 2 needs 2 slots, but the hosts given have 1"),
         (

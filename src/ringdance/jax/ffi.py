@@ -1,8 +1,9 @@
-"""A handler for XLA's foreign function interface, written with ctypes. It gets the addresses of XLA's memory.
+"""A handler for XLA's foreign function interface, written with ctypes.
 
-XLA declares the structures in ``xla/ffi/api/c_api.h``, which is part of jaxlib. This module reads the header
-before it registers the handler. If the members of a structure differ from the declaration in this module,
-``available()`` returns False and no memory is accessed.
+XLA passes the addresses of its buffers to the handler, so that exchanges can work on them in place. It
+declares the structures of the interface in ``xla/ffi/api/c_api.h``, which is part of jaxlib. This module
+reads the header before it registers the handler. If the members of a structure differ from the declaration
+in this module, ``available()`` returns False and no memory is accessed.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _INTERNAL = 13  # XLA_FFI_Error_Code_INTERNAL
 _METADATA = 1  # XLA_FFI_Extension_Metadata
 _EXECUTE = 3  # XLA_FFI_ExecutionStage_EXECUTE
 
-_layout: dict[str, Any] = {}  # The structures, by their names in the header.
+_layout: dict[str, Any] = {}  # The structures below, by their names in the header.
 _HEAD = {"struct_size": c_size_t, "extension_start": c_void_p}  # Most structures start with these members.
 
 
@@ -50,7 +51,7 @@ MetadataExtension = _structure("Metadata_Extension", extension_base=Extension, m
 Api = _structure("Api", **_HEAD, api_version=ApiVersion, internal_api=c_void_p, XLA_FFI_Error_Create=c_void_p)
 ErrorCreate = _structure("Error_Create_Args", **_HEAD, message=c_char_p, errc=c_int)
 Buffer = _structure("Buffer", **_HEAD, dtype=c_int, data=c_void_p, rank=c_int64, dims=c_void_p)
-# The last member of both structures is the address of an array of pointers to Buffer.
+# The last member of Args and Rets is the address of an array of pointers to Buffer.
 Arguments = _structure("Args", **_HEAD, size=c_int64, types=c_void_p, args=c_size_t)
 Results = _structure("Rets", **_HEAD, size=c_int64, types=c_void_p, rets=c_size_t)
 ByteSpan = _structure("ByteSpan", ptr=c_void_p, len=c_size_t)
@@ -60,14 +61,14 @@ CallFrame = _structure(
     "CallFrame", struct_size=c_size_t, extension_start=POINTER(Extension), api=POINTER(Api), ctx=c_void_p,
     stage=c_int, args=Arguments, rets=Results, attrs=Attributes, future=c_void_p,
 )
-_LATER_NAMES = {"XLA_FFI_Extension_Base": "XLA_FFI_InternalExtension"}  # Since JAX 0.12.
+_LATER_NAMES = {"XLA_FFI_Extension_Base": "XLA_FFI_InternalExtension"}  # Renamed in JAX 0.12.
 
 _handler: list[Handler] = []
 _alive: list[Any] = []  # Keeps the registered function alive as long as the process runs.
 
 
 def set_handler(function: Handler) -> None:
-    """Set the function that is called with the attribute ``what``, the inputs and the outputs."""
+    """Set the function that runs an exchange, given the ``what`` attribute, the inputs and the outputs."""
     _handler[:] = [function]
 
 
@@ -83,7 +84,7 @@ def members(header: str, name: str) -> list[str]:
 
 @functools.cache
 def _version() -> tuple[int, int] | None:
-    """Return the version of the interface, or None if a structure differs from its declaration here."""
+    """Return the interface's (major, minor) version, or None if a structure differs from its declaration."""
     try:
         header = Path(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h").read_text()
     except (OSError, AttributeError):
@@ -106,7 +107,7 @@ def _version() -> tuple[int, int] | None:
 
 @functools.cache
 def available() -> bool:
-    """Return True if XLA can call Python. Registers the handler on the first call."""
+    """Return True if XLA can call the handler. The first call registers the handler."""
     if _version() is None:
         return False
     function = ctypes.CFUNCTYPE(c_void_p, POINTER(CallFrame))(_handle)
@@ -117,7 +118,7 @@ def available() -> bool:
 
 
 def _handle(frame: Any) -> int | None:
-    """Handle a call from XLA. Returns an error object, or None on success."""
+    """Handle a call from XLA. Returns the address of an error object, or None on success."""
     try:
         call = frame.contents
         extension = call.extension_start
@@ -136,7 +137,7 @@ def _handle(frame: Any) -> int | None:
 
 
 def _fill(metadata: Any) -> None:
-    """Set the interface version that this handler implements in ``metadata``."""
+    """Write the interface version that this handler implements to ``metadata``."""
     version = _version()
     assert version is not None
     metadata.api_version.struct_size = ctypes.sizeof(ApiVersion)

@@ -48,7 +48,7 @@ def run(
         prefix: If True, prefix each output line with its rank.
         start_timeout: Seconds within which all ranks must start.
         grace: Seconds for ranks to exit after Ctrl-C or SIGTERM. A second Ctrl-C ends them immediately.
-        verbose: If True, show the steps of the launch.
+        verbose: If True, show each step of the launch.
 
     Returns:
         The return values of ``fn`` in rank order.
@@ -109,7 +109,7 @@ def call(
 
 
 def _sink(name: str) -> Sink:
-    """Return a sink that looks up ``sys.stdout`` or ``sys.stderr`` on each write, as it may be replaced."""
+    """Return a sink that looks up ``sys.stdout`` or ``sys.stderr`` on each write, in case it is replaced."""
 
     def write(data: bytes) -> None:
         stream = getattr(sys, name)

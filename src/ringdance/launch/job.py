@@ -21,7 +21,7 @@ from ringdance.launch.running import RunningJob
 
 
 class Job:
-    """A job to be run once.
+    """A job, which can be run only once.
 
     Args:
         prepared: The job's plan and the agents on other hosts, which end with the job.
@@ -54,7 +54,7 @@ class Job:
         self._signals = Signals()
 
     def run(self) -> Verdict | int:
-        """Run the job. Returns 0, 128 + the number of the signal that stopped it, or the failure verdict."""
+        """Run the job. Returns 0, the verdict on a failure, or 128 + the signal that stopped the job."""
         plan, remotes = self._prepared.plan, self._prepared.remotes
         running: RunningJob | None = None
         try:

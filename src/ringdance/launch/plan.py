@@ -1,4 +1,4 @@
-"""The launcher's plan for a job as pure data. ``--dry-run`` prints it."""
+"""The launcher's plan for a job, as plain data. ``--dry-run`` prints it."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Plan:
 
     @property
     def paths_differ(self) -> bool:
-        """True if the ranks' interpreter or directory differs between hosts."""
+        """True if the ranks' interpreter or working directory may differ between hosts."""
         return bool(self.spec.chdir) or (self.multi_host and bool(self.spec.shell.python))
 
     @property
@@ -83,7 +83,7 @@ class Plan:
         return not all(host.local for host in self.hosts)
 
     def host_of(self, called: str) -> Host | None:
-        """Return the host that mpiexec refers to by the name ``called``."""
+        """Return the host that mpiexec refers to by the name ``called``, or None."""
         return next((host for n, host in enumerate(self.hosts) if host_label(host, n) == called), None)
 
     def named(self, name: str) -> str:
@@ -92,7 +92,7 @@ class Plan:
         return f"host {name} ({ranks_text(ranks)})" if ranks else name
 
     def argv(self, bases: Sequence[str] = ("BASE",), job: str = "JOB", shim: str = RSH_SHIM) -> list[str]:
-        """Return the full command line. The defaults are placeholders for values known only at run time."""
+        """Return mpiexec's command line. The defaults are placeholders for values known only at run time."""
         mpiexec = [word.replace(RSH_SHIM, shim) for word in self.mpiexec]
         named = os.pathsep.join(bases)
         rank = rank_line(named, job) if self.paths_differ else bare_command("agent.rank", named, job)
@@ -221,7 +221,7 @@ def _variables(
     spec: JobSpec, environ: Mapping[str, str], hosts: Sequence[Host], cores: int, master: str,
     extra: Mapping[str, str],
 ) -> tuple[dict[str, str], dict[str, str], int | None]:  # fmt: skip
-    """Return the user's variables for all ranks, our variables, and the number of threads per rank.
+    """Return the user's variables for all ranks, Ringdance's variables, and the threads per rank.
 
     The number of threads is None if the user has set it.
 
@@ -252,7 +252,7 @@ def _variables(
 def _removed(environ: Mapping[str, str]) -> list[str]:
     """Return the variables to remove, so that mpiexec is not mistaken for a rank of an enclosing MPI job."""
     prefixes = (*_OF_A_RANK, *_OF_A_SCHEDULER, *(["MASTER_PORT"] if MARKER in environ else []))
-    names = (name for name in environ if not name.startswith("PMIX_MCA_"))  # the user's settings
+    names = (name for name in environ if not name.startswith("PMIX_MCA_"))  # keep the user's settings
     return sorted(name for name in names if name.startswith(prefixes))
 
 

@@ -71,7 +71,7 @@ def prepare(
         spec: The job.
         log: Called with messages about what the launcher is waiting for.
         connect: Starts the agents. Has the parameters of ``remote.connect.connect()``.
-        local: Host names that refer to this machine. By default, determined from their addresses.
+        local: Host names that refer to this machine. Default: those whose addresses belong to it.
 
     Raises:
         LaunchError: The job cannot be prepared. Nothing has been started.

@@ -116,7 +116,7 @@ class RankTable:
         self._holding.pop(rank.rank, None)
 
     def of(self, link: RankLink) -> Rank | None:
-        """Return the rank whose wrapper is at the other end of the link."""
+        """Return the rank whose wrapper is at the other end of the link, or None if it is unknown."""
         return self._by_link.get(link)
 
     # --- state ---------------------------------------------------------------------------------
@@ -163,7 +163,7 @@ class RankTable:
         return self.over and not self.failed
 
     def not_started(self) -> dict[str, str]:
-        """Describe what the ranks that have not started are waiting for. The keys are "host (ranks 0-3)"."""
+        """Return, by "host (ranks 0-3)", what the ranks that have not started are waiting for."""
         waiting = {}
         for host in self._plan.hosts:
             known = [number for number in host.ranks if number in self._ranks]
@@ -178,7 +178,7 @@ class RankTable:
         return [end.time for end in ends if end and end.by_mpiexec]
 
     def own_failure_reported(self) -> bool:
-        """Return True if a running rank has reported a failure of its own."""
+        """Return True if a running rank has reported its own failure."""
         marks = [mark for number in self.running for mark in self._ranks[number].streams[1].marks]
         return any(not mark.follows and mark.kind != "alone" for mark in marks)
 

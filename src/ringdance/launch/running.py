@@ -28,17 +28,17 @@ from ringdance.launch.states import CLEANING, ENDING, LIMITS, WELL, Event, Stage
 # Seconds from an event to the deadline of the state that the event leads to:
 _FAILED_S = 0.1
 _MPIEXEC_EXITED_S = 0.3  # the ranks' reports may still be unread in the sockets
-# The other ranks get this long to report what they saw. The launcher may also receive the signal that ended
+# During this time, the other ranks report what they saw. The launcher may also receive the signal that ended
 # the rank a little later.
 _RANK_FAILED_S = 1.0
 _RANK_KILLED_S = 0.5  # a killed rank cannot have reported why it ended
 _OVER_S = 3.0  # for mpiexec to exit; it sometimes hangs
-_OVER_LATE_S = 0.05  # the same, but after a failure, after mpiexec has exited, or while the job is stopping
+_OVER_LATE_S = 0.05  # for mpiexec to exit after a failure or while stopping, or if it has already exited
 _STOP_S = 0.8  # from a signal until the user is told how much time the ranks have left
 _TERM_S = 0.2  # from SIGTERM after a failure until the ranks are killed
 
 _OWN_FAILURE_S = 1.0  # for a rank to exit after reporting its own failure; its exit code becomes the job's
-_CAUSE_S = 1.0  # for another host to report the failure that the known failures follow from
+_CAUSE_S = 1.0  # for another host to report the failure that caused the known failures
 _AGAIN_S = 0.05  # until the launcher checks again whether it must wait for a host
 
 
@@ -122,7 +122,7 @@ class RunningJob:
             self._ranks.send(self._shutdown.sigterm())
             if self._ranks.idle:
                 self._stage.deadline = time.monotonic()
-        elif state is State.CLEANING_REMOTE:  # before this host, to which the others report
+        elif state is State.CLEANING_REMOTE:  # before this host, because the others report to it
             self._agents.clean_remotes(not self._ranks.completed)
         elif state is State.CLEANING_LOCAL:
             self._agents.give_up_remotes()
@@ -177,11 +177,12 @@ class RunningJob:
         return time.monotonic() < self._cause_awaited_until
 
     def _grace_left(self) -> float:
-        """Return the seconds left for ranks to exit after a signal, and announce the time limit."""
+        """Return the seconds left for ranks to exit after a signal, and show the time limit to the user."""
         left = self._shutdown.kill_at - time.monotonic()
         if left <= 0 or self._ranks.idle:
             return 0.0
-        limit = "time" if self._spec.grace >= 3600 else f"{self._spec.grace:g} s"  # for background jobs
+        # Background jobs have a grace period of at least an hour. `ringdance stop` enforces the actual limit.
+        limit = "time" if self._spec.grace >= 3600 else f"{self._spec.grace:g} s"
         name = signal_name(self._shutdown.signal)
         self._screen.show(f"{name}: the ranks have {limit} to exit. Press Ctrl-C (SIGINT) to kill them now")
         return left
@@ -218,7 +219,7 @@ class RunningJob:
             self._ranks.on_start(rank, message["pid"])
             link.remote.time_here(message["time"])
             self._note(f"rank {rank.rank} runs on {rank.host}, pid {rank.pid}")
-            # This rank was about to start when the other ranks received SIGTERM.
+            # This rank was not running yet when the other ranks received SIGTERM.
             if self._stage.state is State.STOPPING:
                 link.send(self._shutdown.sigterm())
             if self._ranks.started:
@@ -316,7 +317,7 @@ class RunningJob:
         self._outside.append(Cause(None, os.uname().nodename, os.getpid(), at, kind, message, code=code or 1))
         self._handle(Event.FAILURE, _FAILED_S)
 
-    # --- the end -------------------------------------------------------------------------------
+    # --- ending the job ------------------------------------------------------------------------
 
     def _on_clean(self, local: bool) -> None:
         """Continue once the agent on this host, or every agent on other hosts, has cleaned up or is lost."""

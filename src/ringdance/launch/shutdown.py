@@ -34,7 +34,7 @@ class Shutdown:
         self.caused_failures = True
 
     def add(self, number: int, latest: float, caused_failures: bool) -> None:
-        """Record a signal. The first sets ``kill_at`` (``latest`` at most). A later SIGINT ends the wait."""
+        """Record a signal. The first sets ``kill_at`` (at most ``latest``). A later SIGINT ends the wait."""
         now = time.monotonic()
         if not self.signal:
             self.signal, self.came, self.caused_failures = number, now, caused_failures
@@ -54,7 +54,7 @@ class Shutdown:
         return text
 
     def sigterm(self) -> dict[str, Any]:
-        """Build the message that makes a wrapper ask its rank to exit, but delay its report to mpiexec.
+        """Build the message that makes a wrapper ask its rank to exit and delay its report to mpiexec.
 
         mpiexec would end the other ranks as soon as it learned that one has exited.
         """

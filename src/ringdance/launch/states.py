@@ -18,7 +18,7 @@ class State(Enum):
     ENDED = auto()  # all ranks have exited; mpiexec may still be running
     STOPPING = auto()  # ranks have received SIGTERM
     CLEANING_REMOTE = auto()  # agents on other hosts end all processes and remove all files
-    CLEANING_LOCAL = auto()  # the agent on this host does the same
+    CLEANING_LOCAL = auto()  # the agent on this host ends all processes and removes all files
     DONE = auto()
 
 
@@ -62,7 +62,7 @@ ENDING = (_S.STOPPING, *CLEANING)
 
 
 class Stage:
-    """A job's state and its deadline, updated according to the tables above.
+    """A job's state and its deadline, updated according to ``TRANSITIONS`` and ``LIMITS``.
 
     Args:
         start_timeout: Seconds for all ranks to start.

@@ -67,7 +67,7 @@ def option(
 
 
 def _options(kind: Any) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
-    """Yield the name, the flag for messages and the declaration of each field that is an option."""
+    """Yield the name, the flag to show in messages, and the declaration of each field that is an option."""
     for item in dataclasses.fields(kind):
         if "flags" in item.metadata:
             yield item.name, [f"--{item.name.replace('_', '-')}", *item.metadata["flags"]][-1], item.metadata
@@ -114,5 +114,5 @@ def pairs(flag: str, texts: Sequence[str]) -> dict[str, str]:
     """
     for text in texts:
         if not text.partition("=")[0] or "=" not in text:
-            raise LaunchError(f"{flag} {text}: write it as NAME=VALUE.")
+            raise LaunchError(f"{flag} {text}: expected NAME=VALUE.")
     return {text.partition("=")[0]: text.partition("=")[2] for text in texts}

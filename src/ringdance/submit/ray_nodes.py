@@ -55,7 +55,7 @@ class Node:
     def run_job(
         self, job: str, hosts: Sequence[tuple[str, int]], peers: Mapping[str, Any], ip: str, timeout: float
     ) -> str:
-        """Run the job until all ranks have exited. Returns the reason if it failed, else an empty string.
+        """Run the job until all ranks have exited. Returns why it failed, or an empty string.
 
         Args:
             job: Job ID.
@@ -93,7 +93,7 @@ class Node:
     def connect_ranks(
         self, job: str, ranks: Sequence[int], setup: Mapping[str, Any], seconds: float
     ) -> list[int]:
-        """Connect to this machine's ranks and send them ``setup``. Returns ranks that cannot be reached."""
+        """Connect to this machine's ranks and send them ``setup``. Returns the unreachable ranks."""
         until, missing = time.monotonic() + seconds, list(ranks)
         directories = [host_directory(base, job) for base in bases(os.environ)]
         while missing and time.monotonic() < until and not self._over.is_set():
@@ -134,7 +134,7 @@ class Node:
         return next((f": {cause.message}" for cause in causes if cause.rank == rank), "")
 
     def close(self, seconds: float) -> None:
-        """Close the connections, so that the ranks here exit. Await the job's end if it runs here."""
+        """Close the connections, so that the ranks here exit. Wait for the job if it runs here."""
         for connection, _ in self._ranks.values():
             connection.close()
         if self._outcome is None:

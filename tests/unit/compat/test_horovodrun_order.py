@@ -62,7 +62,7 @@ def test_ranks_have_horovods_time_to_end():
         (["-np", "5", "--min-np", "5", "-H", "localhost:4"], "-np 5 needs 5 slots"),
         (["-np", "2", "-H", "localhost"], "not HOST:SLOTS"),
         (["-np", "2", "-H", "no-such-host.invalid:2"], "host no-such-host.invalid: ssh cannot connect"),
-        ([], "specify -np N"),
+        ([], "Specify -np N"),
     ],
 )
 def test_sizes_and_hosts_that_cannot_be(words, message):

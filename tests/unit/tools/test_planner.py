@@ -358,7 +358,7 @@ def test_numbers_that_cannot_be_are_no_measurement(
     ("text", "said"),
     [
         ("cores = 4", "gbits is missing"),
-        ("cores = 4\ngbits = 0", "gbits is 0; expected a number more than 0"),
+        ("cores = 4\ngbits = 0", "gbits is 0; expected a number greater than 0"),
         ("cores = 4.5\ngbits = 1", "cores is 4.5; expected a whole number"),
         ("cores = 4\ngbits = 1\nprise = 2", "'prise' is not a field of a machine type. The fields are cores"),
         ("cores = 4\ngbits = 1\nrdma = 7", "expected true or false"),

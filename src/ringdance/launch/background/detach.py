@@ -1,6 +1,6 @@
 """Run the launcher in the background, in its own session (``ringdance run --detach``).
 
-The launcher writes to the terminal until the hosts have been checked and the job has a record. From then on
+The launcher writes to the terminal until the hosts have been checked and the job has a record. From then on,
 it writes to the job's log.
 """
 

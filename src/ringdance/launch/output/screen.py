@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from ringdance.launch.output.stream import Sink, guarded
 
 LAUNCHER = -1
-"""Used instead of a rank for the launcher's own lines."""
+"""Number used in place of a rank for the launcher's own lines."""
 
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
@@ -32,7 +32,7 @@ class Screen:
         err = guarded("stderr", sinks[1], out)
         self._sinks, self._terminals = (out, err), terminals
         self._begun: dict[int, int] = {}  # by stream: the rank that wrote the unfinished line
-        self._bars: dict[tuple[int, int], bytes] = {}  # by rank and stream
+        self._bars: dict[tuple[int, int], bytes] = {}  # progress bars by rank and stream
         self._drawn = 0  # number of progress bars drawn above the cursor
 
     def of(self, stream: int, rank: int = LAUNCHER) -> Sink:

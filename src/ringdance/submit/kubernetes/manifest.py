@@ -33,7 +33,7 @@ def manifest(request: JobRequest) -> list[Document]:
     if request.kind == "MPIJob":
         return [_mpijob(request)]
     if request.mpi != "OpenMPI":
-        raise LaunchError(f"--mpi {request.mpi}: TrainJobs support OpenMPI only. Write an MPIJob instead")
+        raise LaunchError(f"--mpi {request.mpi}: TrainJobs support only OpenMPI. Create an MPIJob instead")
     return [_runtime(request), _trainjob(request)]
 
 
@@ -58,7 +58,7 @@ def _mpijob(request: JobRequest) -> Document:
         "slotsPerWorker": request.slots_per_worker,
         "mpiImplementation": request.mpi,
         "sshAuthMountPath": SSH_DIRECTORY,
-        # Otherwise the launcher would fail a few times until the workers' host names can be resolved.
+        # Start the launcher last, because it fails until the host names of the workers can be resolved.
         "launcherCreationPolicy": "WaitForWorkersReady",
         "runPolicy": _given(policy),
         "mpiReplicaSpecs": {

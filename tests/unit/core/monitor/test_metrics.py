@@ -232,4 +232,4 @@ def test_figures_of_gpus_by_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_is_wrong_in_options_is_said_before_the_start(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["-np", "2", "--autotune", "--autotune-log-file", "a.json", "true"]) == 2
-    assert "For tune.csv, the result is written to tune.json" in capsys.readouterr().err
+    assert "Pass tune.csv to have the result written to tune.json" in capsys.readouterr().err

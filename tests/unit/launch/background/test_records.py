@@ -147,7 +147,7 @@ def test_jobs_are_found_by_the_first_digits_of_their_names() -> None:
         with pytest.raises(LaunchError, match="no background job matches"):
             records.find(name)
     made("ab00ffff")
-    with pytest.raises(LaunchError, match=r"matches jobs ab00\w+ and ab00\w+\. Give more digits"):
+    with pytest.raises(LaunchError, match=r"matches jobs ab00\w+ and ab00\w+\. Specify more digits"):
         records.find("ab00")
 
 

@@ -125,7 +125,7 @@ def test_a_variable_written_as_an_option() -> None:
     ("line", "message"),
     [
         ("-frobnicate 3", "unknown option -frobnicate"),
-        ("-np", "missing value"),
+        ("-np", "requires a value"),
         ("-np two", "must be an integer"),
         ("-np 0", "at least 1"),
         ("-H a:x", "not HOST:SLOTS"),
@@ -134,7 +134,7 @@ def test_a_variable_written_as_an_option() -> None:
         ("-path /opt/bin", "-path /opt/bin: not supported; pass the full path of the program"),
         ("--stdin all", "--stdin all: not supported; only rank 0 reads stdin"),
         ("--app file", "unknown option --app"),
-        ("-mca plm_rsh_agent /etc/mpi/kubexec.sh", "only ssh"),
+        ("-mca plm_rsh_agent /etc/mpi/kubexec.sh", "only supported remote shell"),
         ("-np 1 a : -np 1 b", "several programs"),
     ],
 )
