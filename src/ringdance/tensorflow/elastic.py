@@ -48,7 +48,7 @@ class TensorFlowState(VariablesState):
     def __init__(self, variables: Any = None, session: Any = None, **kwargs: Any) -> None:
         if variables is None:
             if session is None and tf.executing_eagerly():
-                raise ArgumentError("TensorFlowState needs variables, for example model.variables.")
+                raise ArgumentError("TensorFlowState needs variables. Pass, for example, model.variables.")
             variables = tf.compat.v1.global_variables()
         self._session = session
         self._listed = list(variables)

@@ -3,8 +3,8 @@
 Dense gradients are divided into buckets by size, starting with the last variable, because the backward pass
 computes gradients in reverse order. The rows of all IndexedSlices are exchanged together afterwards. In a
 graph, each bucket is submitted as soon as its gradients are computed, and one operation waits for all
-buckets. The buckets depend only on the variables, so they are the same on all ranks. Each rank decides on its
-own whether a bucket is exchanged while other gradients are being computed (``overlap``).
+buckets. The buckets depend only on the variables, so they are the same on all ranks. Whether a bucket is
+exchanged while other gradients are being computed (``overlap``) may differ between ranks.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class GradientReducer:
         check_groups(groups, [], lambda one: None)
         group_items = [item for part in groups for item in part] if isinstance(groups, (list, tuple)) else []
         if not all(hasattr(item, "shape") for item in group_items):
-            raise ArgumentError(f"groups={groups!r} is invalid. Use a positive number or lists of variables.")
+            raise ArgumentError(f"groups={groups!r} is invalid. Pass a positive number or lists of variables.")
         self.groups = groups
         self.process_set = process_set
         self.scale_local_gradients = scale_local_gradients
@@ -132,7 +132,7 @@ class GradientReducer:
         return reduce_shared(self._reduce, gradients, variables, self.is_local, share)
 
     def _mark_step(self) -> None:
-        """Mark a step without an exchange. Does nothing in a session, which would not run the operation."""
+        """Mark the end of a step without an exchange. Does nothing in a session, which would not run the mark."""
         if tf.executing_eagerly():
             session.mark_step(self.step_mark)
             return
@@ -158,7 +158,7 @@ class GradientReducer:
                 with tf.device(self.devices[1]), tf.control_dependencies(first):
                     named = call("rows" if dense else 0, True, [variables[index] for index in sparse])
                     self._reduce_sparse(results, sparse, variables, named)
-            if not dense and not sparse and variables:  # Other ranks may have gradients and be waiting.
+            if not dense and not sparse and variables:  # Other ranks may have gradients.
                 perform(call(0, True), [tf.zeros(1)])
             self._compare_weights(key, [variables[index] for index in sorted([*dense, *sparse])])
         return results
@@ -256,7 +256,7 @@ class GradientReducer:
 
 
 def _kind(gradient: Tensor) -> str:
-    """Return the kind of a gradient, for ``pattern_of``."""
+    """Return "none", "rows" (for IndexedSlices) or "dense", as ``pattern_of`` expects."""
     return "none" if gradient is None else "rows" if isinstance(gradient, tf.IndexedSlices) else "dense"
 
 

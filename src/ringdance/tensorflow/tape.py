@@ -98,7 +98,7 @@ def DistributedGradientTape(
     )
     base = type(gradtape)
     if issubclass(base, _Tape):
-        raise ArgumentError("This tape is already a DistributedGradientTape.")
+        raise ArgumentError("This tape is already a DistributedGradientTape. Wrap a tape only once.")
     # A class attribute, because several distributed tapes may share one recording and its attributes.
     options = {"__module__": __name__, "_reducer": reducer}
     result: Any = object.__new__(type(base.__name__, (_Tape, base), options))
