@@ -96,7 +96,10 @@ def from_array(array: Array, like: NDArray) -> NDArray:
 
 
 def sample_of(tensors: Sequence[NDArray]) -> Array:
-    """Return a sample of the arrays' elements to compare across ranks. See ``training.gradients.weights``."""
+    """Return a sample of the arrays' elements to compare across ranks.
+
+    See ``training.gradients.weights``.
+    """
 
     def take(one: NDArray) -> tuple[int, Array]:
         if _floating_dtype(one) is None:

@@ -52,7 +52,7 @@ def check_moments(layer: type) -> None:
     """Raise NotImplementedError if ``layer`` lacks the method that SyncBatchNormalization overrides."""
     if not hasattr(layer, "_moments"):
         raise NotImplementedError(
-            "SyncBatchNormalization does not support this version of Keras, because its BatchNormalization has "
+            "SyncBatchNormalization does not support this version of Keras, in which BatchNormalization has "
             "no method _moments. Use a different version of Keras."
         )
 

@@ -46,7 +46,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[m
         if mask is None:
             count = tf.cast(tf.size(inputs) / tf.size(mean), mean.dtype)
         else:
-            # The number of unmasked positions, times the number of elements per channel at each position, which
+            # Number of unmasked positions, times the number of elements per channel at each position, which
             # is the product of the lengths of the other axes.
             positions = tf.cast(tf.reduce_sum(tf.cast(mask, tf.int32)), mean.dtype)
             per_position = tf.size(inputs) / tf.maximum(tf.size(mask) * tf.size(mean), 1)

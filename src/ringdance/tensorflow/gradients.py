@@ -100,7 +100,7 @@ class GradientReducer:
         check_groups(groups, [], lambda one: None)
         group_items = [item for part in groups for item in part] if isinstance(groups, (list, tuple)) else []
         if not all(hasattr(item, "shape") for item in group_items):
-            raise ArgumentError(f"groups={groups!r} is invalid. Pass a positive number or lists of variables.")
+            raise ArgumentError(f"groups={groups!r} is invalid. Use a positive number or lists of variables.")
         self.groups = groups
         self.process_set = process_set
         self.scale_local_gradients = scale_local_gradients
@@ -132,7 +132,7 @@ class GradientReducer:
         return reduce_shared(self._reduce, gradients, variables, self.is_local, share)
 
     def _mark_step(self) -> None:
-        """Mark the end of a step without an exchange. Does nothing in a session, which would not run the mark."""
+        """Mark the end of a step without an exchange. Has no effect in a session, which would not run it."""
         if tf.executing_eagerly():
             session.mark_step(self.step_mark)
             return

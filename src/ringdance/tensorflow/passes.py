@@ -127,7 +127,7 @@ class PassSums:
 
 
 def reduce_pairs(pairs: Pairs, reduce: Reduce, sums: PassSums | None, sparse_as_dense: bool) -> Pairs:
-    """Return the pairs with reduced gradients, which are first summed over the passes if ``sums`` is given."""
+    """Return the pairs with reduced gradients. With ``sums``, gradients are first summed over the passes."""
     gradients, variables = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
     if sums is None:
         return list(zip(reduce(gradients, variables), variables, strict=True))

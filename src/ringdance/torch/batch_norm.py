@@ -127,7 +127,7 @@ class SyncBatchNorm(BatchNorm):  # type: ignore[misc]
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
-            raise ArgumentError(f"SyncBatchNorm needs at least 2 dimensions, got shape {tuple(input.shape)}.")
+            raise ArgumentError(f"SyncBatchNorm needs at least 2 dimensions, but got {tuple(input.shape)}.")
 
     @compiler_disable
     def forward(self, input: Tensor) -> Tensor:

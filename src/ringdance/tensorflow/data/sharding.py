@@ -84,8 +84,8 @@ def _shard(
     if count < 0 and (shuffle is True or layout != "strided"):
         raise ArgumentError(
             "shuffle=True needs a data set with a known number of elements, and so does layout='contiguous'. "
-            "Apply tf.data.experimental.assert_cardinality first, or use layout='strided' and pass a buffer "
-            "size as shuffle."
+            "Apply tf.data.experimental.assert_cardinality first. If the number is unknown, use "
+            "layout='strided' and, to shuffle, pass a buffer size as shuffle."
         )
     same = {
         "ends": ends, "layout": layout, "the number of elements": count, "shuffle": shuffle,

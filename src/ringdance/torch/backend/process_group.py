@@ -1,4 +1,4 @@
-"""The process group of the backend "ringdance": the collectives that torch calls."""
+"""The process group of the backend "ringdance", with the methods that torch calls."""
 
 from __future__ import annotations
 
@@ -97,7 +97,9 @@ class ProcessGroup(EngineGroup):
         """Gather the entries of all ranks' sparse tensors, which together represent the sum."""
         indices, values = sparse_entries(tensor)
         if _operation(opts) is not ReduceOp.SUM:
-            raise ValueError('The backend "ringdance" reduces sparse tensors only by SUM.')
+            raise ValueError(
+                'The backend "ringdance" reduces sparse tensors only by SUM. Use ReduceOp.SUM or to_dense().'
+            )
         arrays = [array_of(indices.t().contiguous()), array_of(values.contiguous())]
 
         def finish(results: list[Array]) -> None:
@@ -135,9 +137,9 @@ class ProcessGroup(EngineGroup):
         for source, target, counts in zip(sources, targets, sizes, strict=True):
             if sum(counts) != source.size or counts[self.rank()] != target.size:
                 raise ValueError(
-                    f"reduce_scatter: the input has {source.size} elements, the parts have {counts}, and "
-                    f"this rank's output has {target.size}. The parts must add up to the input, and this "
-                    "rank's part must be as large as its output."
+                    f"reduce_scatter: the input has {source.size} elements, its parts have {counts}, and "
+                    f"this rank's output has {target.size}. The sizes of the parts must add up to the size "
+                    "of the input, and this rank's part must be as large as its output."
                 )
         equal = all(len(set(counts)) == 1 for counts in sizes)
         if equal and operation in (ReduceOp.SUM, ReduceOp.AVERAGE):
@@ -221,8 +223,8 @@ class ProcessGroup(EngineGroup):
         if sum(rows) != len(given) or sum(wanted) != len(output):
             raise ValueError(
                 f"all_to_all_single: the input splits {rows} must add up to {len(given)} rows, and the "
-                f"output splits {wanted} to {len(output)} rows. Without splits, both numbers of rows must be "
-                f"multiples of {self.size()}."
+                f"output splits {wanted} must add up to {len(output)} rows. If you pass no splits, both row "
+                f"counts must be multiples of {self.size()}."
             )
         width, wide = source.size // max(1, len(given)), target.size // max(1, len(output))
         expected = [count * wide for count in wanted]
