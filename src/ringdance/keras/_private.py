@@ -52,7 +52,10 @@ def trainable_variables(optimizer: Any, otherwise: list[Any] | None = None) -> l
     if otherwise is not None:
         return otherwise
     if not hasattr(optimizer, "_trainable_variables"):
-        raise ArgumentError(f"apply() needs trainable_variables with Keras {keras.__version__}. Pass them.")
+        raise ArgumentError(
+            f"With Keras {keras.__version__}, apply() needs trainable_variables. Pass them as its second "
+            "argument."
+        )
     return []
 
 

@@ -68,9 +68,9 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
     """Broadcasts the root's model and optimizers when training starts or resumes from a checkpoint.
 
     The broadcast happens before the first step. It is repeated after that step if a layer or an optimizer on
-    some rank had no variables until then. This is possible for layers that a subclassed model has not called
-    yet, and for optimizers that a model has as attributes. Put this callback first in the list. It also warns
-    if callbacks on several ranks of a host write to the same path.
+    some rank had no variables until then. This can happen with layers that a subclassed model has not called
+    yet, and with optimizers that are attributes of the model. Put this callback first in the list. It also
+    warns if callbacks on several ranks of a host write to the same path.
 
     Args:
         root_rank: Global rank of the root.

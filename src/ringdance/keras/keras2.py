@@ -20,7 +20,7 @@ from ringdance.tensorflow.passes import Pairs, PassSums, reduce_pairs
 
 
 class Keras2Distributed(Distributed):
-    """Reduces gradients in ``compute_gradients``, or otherwise in ``apply_gradients``."""
+    """Reduces gradients in ``compute_gradients`` or, if it is not called, in ``apply_gradients``."""
 
     _passes: int = 1
     _average: bool = False
@@ -100,7 +100,7 @@ def _program() -> Any:
 
 
 def unwrapped(optimizer: Any) -> Any:
-    """Return the optimizer that reduces gradients: for a LossScaleOptimizer, its inner optimizer."""
+    """Return the optimizer that reduces gradients. For a LossScaleOptimizer, this is its inner optimizer."""
     if not isinstance(optimizer, keras.mixed_precision.LossScaleOptimizer):
         return optimizer
     return optimizer.inner_optimizer

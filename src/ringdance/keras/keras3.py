@@ -84,7 +84,7 @@ def front(base: type) -> type:
 
 
 def unwrapped(optimizer: Any) -> Any:
-    """Return the optimizer that reduces gradients: the argument, even if it is a LossScaleOptimizer."""
+    """Return the optimizer that reduces gradients. This is ``optimizer``, even for a LossScaleOptimizer."""
     return optimizer
 
 

@@ -63,7 +63,7 @@ def DistributedOptimizer(
         scale_local_gradients: If True, gradients of local variables are divided by the number of ranks.
 
     Raises:
-        ArgumentError: An argument is wrong.
+        ArgumentError: An argument is invalid.
     """
     operation = _checked_operation(optimizer, op, backward_passes_per_step)
     name = name or f"Distributed{type(hooks.unwrapped(optimizer)).__name__}"

@@ -36,7 +36,7 @@ def allreduce(
         compression: ``Compression.none``, ``.fp16`` or ``.bf16``.
 
     Raises:
-        ArgumentError: An argument is wrong.
+        ArgumentError: An argument is invalid.
         MismatchError: The ranks passed different shapes, dtypes or operations. Raised on all ranks.
     """
     operation = pick_operation(average, op)

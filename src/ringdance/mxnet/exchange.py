@@ -19,7 +19,7 @@ Tensors = Sequence[NDArray]
 
 
 def run(call: Call, tensors: Tensors, splits: Any = None) -> list[NDArray]:
-    """Run a call. Return new arrays, and for an alltoall also the number of rows from each rank (int32).
+    """Run a call and return new arrays. For an alltoall, append the number of rows from each rank (int32).
 
     Args:
         call: The collective and its options.

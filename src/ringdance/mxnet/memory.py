@@ -53,7 +53,7 @@ def array_of(tensor: NDArray, written: bool = False) -> Array:
         MXNetError: The operation that computes the array has failed.
     """
     if not isinstance(tensor, mx.nd.NDArray):
-        raise ArgumentError(f"Expected an mx.nd.NDArray or an mx.np.ndarray, got {type(tensor).__name__}.")
+        raise ArgumentError(f"Expected an mx.nd.NDArray or mx.np.ndarray, but got {type(tensor).__name__}.")
     if tensor.stype != "default":
         raise ArgumentError(
             f"An array of storage type '{tensor.stype}' cannot be exchanged. Convert it with "
@@ -103,7 +103,7 @@ def sample_of(tensors: Sequence[NDArray]) -> Array:
 
     def take(one: NDArray) -> tuple[int, Array]:
         if _floating_dtype(one) is None:
-            raise TypeError("only floating-point arrays are compared")
+            raise TypeError("Only floating-point arrays can be compared.")
         flat = array_of(one).reshape(-1)
         return flat.size, flat[:: step_of(flat.size)].astype(np.float32)
 

@@ -49,8 +49,8 @@ def allreduce(
         op: Average (default), Sum, Adasum, Min, Max or Product.
 
     Raises:
-        ValueError: An argument is wrong. The error may be raised on this rank only. Like all Ringdance errors
-            in this module, it is also an MXNetError.
+        ValueError: An argument is invalid. The error may be raised on this rank only. Like all Ringdance
+            errors in this module, it is also an MXNetError.
         MismatchError: Shapes, types or operations differ between ranks. Raised on all ranks.
     """
     call = allreduce_call(name, average, op, prescale_factor, postscale_factor, process_set)

@@ -34,7 +34,8 @@ def broadcast_parameters(params: Any, root_rank: int = 0, prefix: str | None = N
     """
     if not isinstance(params, (dict, mx.gluon.ParameterDict)):
         raise ArgumentError(
-            f"broadcast_parameters needs a dictionary of arrays or parameters, got {type(params).__name__}."
+            "broadcast_parameters needs a dictionary of arrays or parameters, but got "
+            f"{type(params).__name__}."
         )
     if session.engine().size == 1:
         return

@@ -79,7 +79,7 @@ class TensorFlowKerasState:
     """A ``ringdance.keras.elastic.KerasState``. ``backend`` is accepted but has no effect."""
 
     def __new__(cls, model: Any, optimizer: Any = None, backend: Any = None, **kwargs: Any) -> Any:
-        """Create the state. Keras is imported here, so that the TensorFlow binding does not import it."""
+        """Create the state. Keras is imported here, so that the TensorFlow binding works without it."""
         keras: Any = importlib.import_module("ringdance.keras")
         return object.__new__(type(cls.__name__, (cls, keras.elastic.KerasState), {}))
 

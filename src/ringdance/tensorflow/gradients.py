@@ -76,14 +76,14 @@ class GradientReducer:
         op: Reduction operation, such as Average or Sum.
         predivide: Gradients are divided by this factor before the sum, and the sum is multiplied by it
             (Average only).
-        groups: ``None``, a number, or lists of variables whose gradients are reduced together.
+        groups: ``None``, the number of groups, or lists of variables whose gradients are reduced together.
         process_set: The participating ranks.
         scale_local_gradients: If True, gradients of local variables are divided by the number of ranks.
         device_dense, device_sparse: Devices on which dense gradients and IndexedSlices enter the exchange.
         step_mark: Mark for the end of a step, set when the last exchange completes. See ``StepMark``.
 
     Raises:
-        ArgumentError: An argument is wrong, or arguments cannot be combined.
+        ArgumentError: An argument is invalid, or arguments cannot be combined.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class GradientReducer:
                 with tf.device(self.devices[1]), tf.control_dependencies(first):
                     named = call("rows" if dense else 0, True, [variables[index] for index in sparse])
                     self._reduce_sparse(results, sparse, variables, named)
-            if not dense and not sparse and variables:  # Other ranks may have gradients.
+            if not dense and not sparse and variables:  # Other ranks may have some to reduce.
                 perform(call(0, True), [tf.zeros(1)])
             self._compare_weights(key, [variables[index] for index in sorted([*dense, *sparse])])
         return results
@@ -243,8 +243,8 @@ class GradientReducer:
     ) -> None:
         if self.operation not in (ReduceOp.AVERAGE, ReduceOp.SUM):
             raise NotImplementedError(
-                f"Gradients that are IndexedSlices cannot be reduced by {self.operation.name.title()}. Set "
-                "sparse_as_dense=True."
+                f"Gradients that are IndexedSlices cannot be reduced by {self.operation.name.title()}. Use "
+                "Average or Sum, or set sparse_as_dense=True."
             )
         names = [str(getattr(variable_of(variables[index]), "name", index)) for index in sparse]
         shapes = [variable_of(variables[index]).shape for index in sparse]

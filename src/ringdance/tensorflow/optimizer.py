@@ -130,7 +130,7 @@ def DistributedOptimizer(
         scale_local_gradients: If True, divide gradients of local variables by the number of ranks.
 
     Raises:
-        ArgumentError: An argument is wrong.
+        ArgumentError: An argument is invalid.
     """
     options: dict[str, Any] = {
         "compression": compression, "sparse_as_dense": sparse_as_dense, "op": op,
@@ -154,7 +154,7 @@ def DistributedOptimizer(
         sums = PassSums(passes, average_aggregated_gradients) if passes > 1 else None
         return _Reducing(optimizer, reducer, use_locking, sums)
     if process_set is not global_process_set:
-        raise NotImplementedError("op=Adasum in an optimizer needs all ranks. Do not pass process_set.")
+        raise NotImplementedError("An optimizer with op=Adasum does not support process_set. Omit it.")
     if backward_passes_per_step > 1:
         raise NotImplementedError(
             "op=Adasum in a tf.compat.v1 optimizer supports only one pass per step. Use "

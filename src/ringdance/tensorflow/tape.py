@@ -88,7 +88,7 @@ def DistributedGradientTape(
             different name for each model.
 
     Raises:
-        ArgumentError: An argument is wrong.
+        ArgumentError: An argument is invalid.
     """
     reducer = GradientReducer(
         name, compression=compression, sparse_as_dense=sparse_as_dense, op=op,

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 Tensors = Sequence[Tensor]
 
-# Errors that may be raised when a wrong argument is converted. See Note [Refused calls].
+# Errors that the conversion of an invalid argument may raise. See Note [Refused calls].
 WRONG_ARGUMENT = (ArgumentError, TypeError, ValueError, IndexError, AttributeError)
 
 compiler_disable(session.mark_step)  # Keras compiles whole steps, including this call.
@@ -55,7 +55,7 @@ def submit(
         splits: Splits of an alltoall: integers, an int32 tensor, or ``None`` for equal shares.
 
     Raises:
-        ArgumentError: A tensor or an argument is wrong. The other ranks get an error with the same message.
+        ArgumentError: A tensor or argument is invalid. The other ranks get an error with the same message.
     """
     engine = session.engine()
     try:

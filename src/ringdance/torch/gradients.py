@@ -75,7 +75,7 @@ class Gradients:
 
     @property
     def on_device(self) -> bool:
-        """True if torch's communicator exchanges plain gradients. See ``exchange.stays``."""
+        """True if torch's communicator exchanges dense gradients on this device. See ``exchange.stays``."""
         return any_by_torch(self.parameters)
 
     def nbytes(self, index: int) -> int:
@@ -271,7 +271,7 @@ class Gradients:
         return views
 
     def write_back(self, indices: Sequence[int], union: bytes) -> None:
-        """Copy results from reduced copies to the gradients, and make gradients sparse that were sparse."""
+        """Copy results from reduced copies to the gradients, and convert them back to sparse if needed."""
         if (sent := self._sent.pop(tuple(indices), None)) is not None:
             self._write_sent(indices, *sent)
         if self._copies:

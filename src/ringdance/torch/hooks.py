@@ -17,7 +17,7 @@ _all: weakref.WeakValueDictionary[int, Hooks] = weakref.WeakValueDictionary()
 
 
 def release(parameters: Sequence[Tensor], but: Hooks | None = None) -> None:
-    """Close the hooks of all optimizers that have any of the ``parameters``, except the hooks ``but``.
+    """Close the hooks of all optimizers that contain any of the ``parameters``, except for ``but``.
 
     All ranks must call this at the same point. The garbage collector would close the hooks at different times
     on different ranks.
@@ -89,7 +89,7 @@ class Hooks:
         return hook
 
     def _wait_for_end(self) -> None:
-        """Arrange for ``_end`` to be called. See Note [Backward passes within others]."""
+        """Arrange for ``_end`` to run after the outermost pass. See Note [Backward passes within others]."""
         if not _private.has_end_callback():
             if self.exchange.early:
                 raise ArgumentError(

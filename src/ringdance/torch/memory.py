@@ -148,7 +148,7 @@ def sample_of(parameters: Sequence[Tensor]) -> Array:
         if one.is_complex():
             one = torch.view_as_real(one)
         if not one.is_floating_point():
-            raise TypeError("only floating-point parameters are compared")
+            raise TypeError("Only floating-point parameters can be compared.")
         size = one.numel()
         places = torch.arange(0, size, step_of(size), device=one.device)
         return size, one.detach().take(places).float().cpu().numpy()

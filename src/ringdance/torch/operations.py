@@ -61,7 +61,7 @@ def allreduce(
         process_set: The participating ranks.
 
     Raises:
-        ValueError: An argument is wrong. Other ranks may not get this error.
+        ValueError: An argument is invalid. The error may be raised on this rank only.
         MismatchError: The ranks passed different shapes, dtypes or operations. Raised on all ranks.
     """
     call = allreduce_call(name, average, op, prescale_factor, postscale_factor, process_set)

@@ -252,7 +252,7 @@ def DistributedOptimizer(
         reduce_in_backward: If False, exchange only in ``step()``, once per step.
 
     Raises:
-        ArgumentError: An argument is wrong, or there are several ranks and a parameter is sharded across
+        ArgumentError: An argument is invalid, or the job has several ranks and a parameter is sharded across
             processes.
     """
     check_optimizer(optimizer)
@@ -281,7 +281,7 @@ def DistributedOptimizer(
 def _check_adasum(process_set: ProcessSet, parameters: list[Tensor]) -> None:
     """Reject Adasum on a subset of the ranks, and warn if its results differ from Horovod's."""
     if process_set is not global_process_set:
-        raise NotImplementedError("op=Adasum in an optimizer needs all ranks. Do not pass process_set.")
+        raise NotImplementedError("An optimizer with op=Adasum does not support process_set. Omit it.")
     if nccl_built() and any(parameter.is_cuda for parameter in parameters):
         warnings.warn(
             "Adasum combines the weight changes of all ranks. Horovod with NCCL combines the averages of the "

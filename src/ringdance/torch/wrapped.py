@@ -52,7 +52,7 @@ class OptimizerOptions:
     seen: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        """Raise ArgumentError if arguments are wrong or incompatible."""
+        """Raise ArgumentError if arguments are invalid or incompatible."""
         check_passes(self.passes)
         scales_of(self.operation, self.predivide)
 
@@ -231,7 +231,10 @@ def names_of(
     names = [name for name, _ in pairs]
     doubled = sorted(name for name, times in Counter(names).items() if times > 1)
     if doubled:
-        raise ArgumentError(f"named_parameters contains duplicate names: {', '.join(doubled)}.")
+        raise ArgumentError(
+            f"named_parameters contains duplicate names ({', '.join(doubled)}). Give each parameter a unique "
+            "name."
+        )
     by_id: dict[int, tuple[str, Tensor]] = {}
     for name, parameter in pairs:
         by_id.setdefault(id(parameter), (name, parameter))

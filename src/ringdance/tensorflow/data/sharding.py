@@ -35,7 +35,7 @@ def shard(
         process_set: The ranks among which samples are divided. All of them must call this function.
 
     Raises:
-        ArgumentError: An argument is wrong, or "drop" would leave no samples.
+        ArgumentError: An argument is invalid, or "drop" would leave no samples.
         MismatchError: The ranks passed different arguments. Raised on all ranks.
     """
     if not isinstance(data, tf.data.Dataset):

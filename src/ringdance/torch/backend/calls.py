@@ -142,7 +142,7 @@ class EngineGroup(dist.ProcessGroup):  # type: ignore[misc]
         """Return the root of a call, as a rank in this group. Raises ValueError if it does not exist."""
         root = int(opts.rootRank)
         if not 0 <= root < self.size():
-            raise ValueError(f"{name}: rank {root} does not exist in this group of {self.size()} ranks.")
+            raise ValueError(f"{name}: root rank {root} does not exist in this group of {self.size()} ranks.")
         return root
 
     def _seconds(self, opts: Any) -> float:

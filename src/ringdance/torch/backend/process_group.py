@@ -307,5 +307,7 @@ class ProcessGroup(EngineGroup):
 def _operation(opts: Any) -> ReduceOp:
     name = str(getattr(opts.reduceOp, "op", opts.reduceOp)).rpartition(".")[2]
     if name not in _OPERATIONS:
-        raise ValueError(f'The backend "ringdance" reduces by SUM, AVG, MIN, MAX or PRODUCT, not by {name}.')
+        raise ValueError(
+            f'The backend "ringdance" does not support ReduceOp.{name}. Use SUM, AVG, MIN, MAX or PRODUCT.'
+        )
     return _OPERATIONS[name]

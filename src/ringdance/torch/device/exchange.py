@@ -49,7 +49,7 @@ def exchanges(kind: Collective, operation: ReduceOp, scales: tuple[float, float]
 
 
 class TorchExchange:
-    """The ``DeviceExchange`` of a process set. Blocks at creation until all members have created theirs.
+    """The ``DeviceExchange`` of a process set. The constructor blocks until all members have called it.
 
     Args:
         store: Store of the set's members.
