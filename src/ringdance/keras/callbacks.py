@@ -186,7 +186,7 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):  # type: ignore[misc
 
     def _save_model(self, epoch: int, batch: Any, logs: Any) -> None:
         if self.filepath is None:
-            raise ArgumentError("BestModelCheckpoint has no path to save to. Set its attribute filepath.")
+            raise ArgumentError("BestModelCheckpoint has no path to save to. Set its filepath attribute.")
         if session.engine().rank == 0:
             super()._save_model(epoch, batch, logs)
 

@@ -101,7 +101,7 @@ def _checked_operation(optimizer: Any, op: int, passes: int) -> ReduceOp:
 def _wrong_optimizer(kind: type) -> str:
     """Return the error message for an object that is not an optimizer of the Keras version in use."""
     wanted = f"Keras {2 if KERAS2 else 3}, {keras.__name__}.optimizers.*"
-    text = f"Expected an optimizer of {wanted}, got {kind.__module__}.{kind.__name__}."
+    text = f"Expected an optimizer of {wanted}, but got {kind.__module__}.{kind.__name__}."
     if kind.__module__.partition(".")[0] == ("keras" if KERAS2 else "tf_keras"):
         text += (
             " Unset TF_USE_LEGACY_KERAS to train with Keras 3." if KERAS2

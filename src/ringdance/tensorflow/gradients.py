@@ -62,7 +62,7 @@ def groups_of(groups: Any, num_groups: int) -> Any:
     """Return ``groups`` or, with a deprecation warning, ``num_groups``."""
     if not num_groups:
         return groups
-    warnings.warn("num_groups is deprecated; use groups=<number>.", DeprecationWarning, level_of_caller())
+    warnings.warn("num_groups is deprecated. Use groups=<number>.", DeprecationWarning, level_of_caller())
     return num_groups if groups is None else groups
 
 

@@ -118,8 +118,8 @@ def _reduce_rows(
     """Run a reduction of IndexedSlices."""
     if call.operation not in (ReduceOp.AVERAGE, ReduceOp.SUM):
         raise NotImplementedError(
-            f"IndexedSlices can be reduced by Average or Sum, not by {call.operation.name.title()}. Make "
-            "them dense first (tf.convert_to_tensor, or sparse_as_dense=True in the optimizer or tape)."
+            f"IndexedSlices can be reduced by Average or Sum, not by {call.operation.name.title()}. Convert "
+            "them with tf.convert_to_tensor, or set sparse_as_dense=True in the optimizer or tape."
         )
     if (call.prescale, call.postscale) != (1.0, 1.0):
         raise NotImplementedError(

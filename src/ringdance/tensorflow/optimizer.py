@@ -96,8 +96,8 @@ def _check_v1(passes: int, averages_adasum: bool) -> None:
         raise ArgumentError("op=Adasum does not support average_aggregated_gradients=True. Pass False.")
     if passes > 1 and tf.executing_eagerly():
         raise ArgumentError(
-            "backward_passes_per_step > 1 with a tf.compat.v1 optimizer needs a graph. In eager "
-            "execution, use a Keras optimizer."
+            "A tf.compat.v1 optimizer with backward_passes_per_step > 1 needs a graph. Use a Keras optimizer "
+            "in eager execution."
         )
 
 

@@ -166,7 +166,10 @@ def sparse_allreduce_async(
     as Sum.
     """
     if not tensor.is_sparse:
-        raise ArgumentError(f"sparse_allreduce_async needs a sparse tensor, but got {tensor.type()}.")
+        raise ArgumentError(
+            f"sparse_allreduce_async needs a sparse tensor, but got {tensor.type()}. Use allreduce_async for "
+            "dense tensors."
+        )
     divide = pick_operation(None, op) is ReduceOp.AVERAGE
     # torch stores one column of indices per entry, but the gather concatenates rows.
     indices, values = sparse_entries(tensor)

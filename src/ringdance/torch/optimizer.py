@@ -285,7 +285,8 @@ def _check_adasum(process_set: ProcessSet, parameters: list[Tensor]) -> None:
     if nccl_built() and any(parameter.is_cuda for parameter in parameters):
         warnings.warn(
             "Adasum combines the weight changes of all ranks. Horovod with NCCL combines the averages of the "
-            "hosts instead. Scale the learning rate as without NCCL, not by local_size().", stacklevel=3,
+            "hosts instead. Scale the learning rate as for Horovod without NCCL, that is, not by "
+            "local_size().", stacklevel=3,
         )  # fmt: skip
 
 
@@ -302,7 +303,7 @@ def _warn_of_idle(exchange: GradientExchange, wrapped: weakref.ref[Any]) -> None
 def _index_groups(num_groups: int, groups: Any, parameters: list[Tensor]) -> list[tuple[int, ...]]:
     """Convert ``groups`` to parameter indices. Raises ArgumentError if it has the wrong type."""
     if num_groups:
-        warnings.warn("num_groups is deprecated; use groups=<number>.", DeprecationWarning, stacklevel=3)
+        warnings.warn("num_groups is deprecated. Use groups=<number>.", DeprecationWarning, stacklevel=3)
         groups = num_groups if groups is None else groups
     listed = groups if isinstance(groups, (list, tuple)) else ()
     if groups == 0 or any(

@@ -19,7 +19,8 @@ def check_dtypes(name: str, outputs: Tensors, inputs: Tensors) -> None:
     for output, source in zip(outputs, inputs, strict=True):
         if output.dtype is not source.dtype:
             raise ValueError(
-                f"{name}: the output has dtype {output.dtype}, but the input has dtype {source.dtype}."
+                f"{name}: the output has dtype {output.dtype}, but the input has dtype {source.dtype}. Use "
+                "the same dtype for both."
             )
 
 

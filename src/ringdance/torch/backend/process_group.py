@@ -284,11 +284,14 @@ class ProcessGroup(EngineGroup):
         state = engine.sets.find(self._set_id).state
         if state is None or not 0 <= tag < _TAGS:
             raise ValueError(
-                f"{verb}: the group must have two or more ranks, and the tag must be in [0, {_TAGS}), but "
-                f"got tag={tag}."
+                f"{verb}: a message needs a group of two or more ranks and a tag in [0, {_TAGS}), but got "
+                f"tag={tag}."
             )
         if rank is not None and (not 0 <= rank < self.size() or rank == self.rank()):
-            raise ValueError(f"{verb}: rank {rank} is not another rank in this group of {self.size()} ranks.")
+            raise ValueError(
+                f"{verb}: rank {rank} is not another rank in this group of {self.size()} ranks. Pass the "
+                "group rank of a different member."
+            )
         if engine.closed:
             raise engine.end.error()
         pending = getattr(state.transport, verb)(array.view(np.uint8), rank, tag)

@@ -147,7 +147,7 @@ class GroupWork(dist.Work):
             "(timeout= of init_process_group or of the call)"
         )
         if given:
-            raise dist.DistBackendError(f"{text}. It is still running, so you can wait for it again.")
+            raise dist.DistBackendError(f"{text}. The call is still running, so you can wait for it again.")
         what = "its group" if self._set_id else "the job"
         text = f"{text}, so {what} has failed. Run `ringdance explain` to see which ranks have not called it."
         error = dist.DistBackendError(text)
