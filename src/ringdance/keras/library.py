@@ -16,7 +16,7 @@ import numpy as np
 from ringdance.errors import pip_install
 from ringdance.training.gradients.compression import compression_for
 
-KERAS2 = os.environ.get("TF_USE_LEGACY_KERAS") in ("1", "true", "True")  # The same values as in TensorFlow.
+KERAS2 = os.environ.get("TF_USE_LEGACY_KERAS") in ("1", "true", "True")  # TensorFlow accepts the same values.
 
 keras: Any
 ops: Any  # keras.ops or, for Keras 2, the subset of it that this package uses.
@@ -28,7 +28,7 @@ if KERAS2:
         if error.name != "tf_keras":
             raise
         raise ImportError(
-            "TF_USE_LEGACY_KERAS selects Keras 2, which is not installed. Install TensorFlow's version with "
+            "TF_USE_LEGACY_KERAS selects Keras 2, but tf_keras is not installed. Install it with "
             f"{pip_install('tf_keras')}, or unset the variable to use Keras 3.",
             name="tf_keras",
         ) from None

@@ -32,7 +32,10 @@ def binding() -> Any:
     """
     name = keras.backend.backend()
     if name not in BACKENDS:
-        raise ArgumentError(f"Keras uses the backend {name!r}. Ringdance supports {', '.join(BACKENDS)}.")
+        raise ArgumentError(
+            f"Keras uses the backend {name!r}, which Ringdance does not support. Set KERAS_BACKEND to one of "
+            f"{', '.join(BACKENDS)}."
+        )
     return importlib.import_module(f"ringdance.{name}")
 
 
@@ -57,8 +60,8 @@ class GradientReduction:
 
     Args:
         name: Prefix of the exchange names, the same on all ranks. Optimizers with the same prefix are
-            numbered in the order of their first use. An optimizer that only some ranks have, for example to
-            read a file, has no number until it is used.
+            numbered in the order of their first use. An optimizer that only some ranks create, for example
+            by loading a saved model, has no number until it is used.
         operation: Average or Sum.
         predivide: Gradients are divided by this factor before the sum, and the sum is multiplied by it
             (Average only).
@@ -131,7 +134,7 @@ class _Listed(list[Any]):
 
 
 class Distributed:
-    """Mixin that precedes the optimizer's own base class. Options are attributes of the combined class.
+    """Mixin that precedes the optimizer's own class in the bases of a subclass. Options are class attributes.
 
     Derived classes call ``_reduce`` at the point where their version of Keras processes a step's gradients.
     """
@@ -161,8 +164,8 @@ class Distributed:
             base.save_assets(directory)
         options = dict(self._options)
         if self._reduction.process_set is not global_process_set or self._local_ids():
-            options["partial"] = True  # The script must recreate the optimizer.
-        text = json.dumps(options, default=lambda number: number.item())  # Converts NumPy numbers.
+            options["partial"] = True  # load_model() cannot restore it.
+        text = json.dumps(options, default=lambda number: number.item())  # Converts NumPy scalars.
         Path(directory, OPTIONS_FILE).write_text(text)
 
     def _local_ids(self) -> set[int]:
@@ -186,7 +189,7 @@ class Distributed:
 
     def _reduce_all(self, gradients: list[Any], variables: Sequence[Any]) -> list[Any]:
         ids = self._local_ids()
-        # An average over n ranks is n times smaller than the sum. Scale local gradients in the same way.
+        # An average over n ranks is the sum divided by n, so divide local gradients by n, too.
         scales = self._options["scale_local_gradients"]
         share = 1 / (self._reduction.process_set.size() or 1) if scales else 1.0
         return reduce_shared(

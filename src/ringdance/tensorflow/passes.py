@@ -39,7 +39,7 @@ class PassSums:
 
     Args:
         passes: Number of passes to sum.
-        average: If True, reduce the mean of the passes instead of the sum.
+        average: If True, reduce the mean over the passes instead of the sum.
 
     Attributes:
         counter: Variable that counts the passes since the last exchange. None before the first pass.
@@ -127,7 +127,7 @@ class PassSums:
 
 
 def reduce_pairs(pairs: Pairs, reduce: Reduce, sums: PassSums | None, sparse_as_dense: bool) -> Pairs:
-    """Return the pairs with reduced gradients. If ``sums`` is given, it first sums them over the passes."""
+    """Return the pairs with reduced gradients. With ``sums``, gradients are first summed over the passes."""
     gradients, variables = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
     if sums is None:
         return list(zip(reduce(gradients, variables), variables, strict=True))

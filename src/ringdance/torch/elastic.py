@@ -58,8 +58,8 @@ class ElasticSampler(ElasticIndices, torch.utils.data.Sampler[int]):
 class StateHandler:
     """Saves, restores and synchronizes an object that has ``state_dict`` and ``load_state_dict``.
 
-    ``sync`` sends rank 0's state as one object, so use it for objects with a small state, such as learning
-    rate schedulers.
+    ``sync`` sends rank 0's state as one object, so use this class for objects with a small state, such as
+    learning rate schedulers.
 
     Attributes:
         value: The object.
@@ -194,7 +194,7 @@ class TorchState(ObjectState):
         super().restore()
 
     def sync(self) -> None:
-        """Copy rank 0's state to all ranks. A collective call."""
+        """Copy rank 0's state to all ranks. All ranks must call this."""
         for handler in self._handlers.values():
             handler.sync()
         super().sync()
@@ -205,7 +205,7 @@ class TorchState(ObjectState):
             handler.reset()
 
     def _copied(self, value: Any) -> Any:
-        # A plain tensor is data, so copy it. A tensor that requires a gradient belongs to another object.
+        # Copy plain tensors, which hold data. A tensor that requires a gradient belongs to another object.
         if type(value) is torch.Tensor and not value.requires_grad:
             return value.clone()
         return super()._copied(value)

@@ -31,7 +31,10 @@ def _pairs(params: Any) -> list[tuple[str, Tensor]]:
         entry if isinstance(entry, tuple) else (str(index), entry) for index, entry in enumerate(params)
     ]
     if any(len(entry) != 2 for entry in listed):
-        raise ArgumentError("broadcast_parameters: a list must contain tensors or (name, tensor) pairs.")
+        raise ArgumentError(
+            "broadcast_parameters: a tuple in params does not have two elements. Pass tensors or (name, "
+            "tensor) pairs."
+        )
     return [(str(name), tensor) for name, tensor in listed]
 
 
@@ -42,7 +45,7 @@ def _broadcast_all(named: list[tuple[str, Tensor]], root_rank: int) -> None:
         return
     pending = []
     for name, tensor in named:
-        wire = block_of(tensor)  # This is a copy if the memory is not one contiguous block.
+        wire = block_of(tensor)  # A copy if the tensor is not contiguous.
         call = movement(Collective.BROADCAST, name, global_process_set, root=root_rank)
         work = submit(call, (wire,), in_place=True)
         pending.append((tensor, wire, work))

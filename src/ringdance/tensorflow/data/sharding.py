@@ -31,18 +31,21 @@ def shard(
             A number sets the size of the shuffle buffer. The elements are shuffled once before they are
             divided, so each rank keeps its share. See Note [Shuffled shares].
         seed: Seed for shuffling, the same on all ranks.
-        layout: "strided" or "contiguous" (only if the number of elements is known).
+        layout: "strided" or "contiguous". The latter requires a known number of elements.
         process_set: The ranks among which samples are divided. All of them must call this function.
 
     Raises:
-        ArgumentError: An argument is wrong, or "drop" would leave no samples.
+        ArgumentError: An argument is invalid, or "drop" would leave no samples.
         MismatchError: The ranks passed different arguments. Raised on all ranks.
     """
     if not isinstance(data, tf.data.Dataset):
         tensors = tf.nest.map_structure(tf.convert_to_tensor, data)
         rows = {int(tensor.shape[0]) if tensor.shape.rank else -1 for tensor in tf.nest.flatten(tensors)}
         if len(rows) != 1 or -1 in rows:
-            raise ArgumentError(f"shard(): tensors need the same number of rows. Received {sorted(rows)}.")
+            raise ArgumentError(
+                "shard(): all tensors must have the same number of rows, but their row counts are "
+                f"{sorted(rows)} (-1 for a scalar)."
+            )
         own = _shard(tf.data.Dataset.range(rows.pop()), ends, bool(shuffle), seed, layout, process_set, True)
         return own.map(lambda number: tf.nest.map_structure(lambda array: tf.gather(array, number), tensors))
     return _shard(data, ends, shuffle, seed, layout, process_set)
@@ -51,7 +54,7 @@ def shard(
 # Note [Shuffled shares]
 # tf.data counts the iterators of a data set and draws a different order for each. If the order in which
 # elements are divided depended on this count, a rank that had looked at its first batch or called adapt()
-# would use the order of a different epoch, and samples would be silently missed. Therefore, the elements are
+# would use the order of a different epoch, and samples would be silently skipped. Therefore, the elements are
 # divided in an order that never changes, and each rank shuffles its own share in each iteration.
 
 
@@ -80,8 +83,9 @@ def _shard(
     count = int(data.cardinality())
     if count < 0 and (shuffle is True or layout != "strided"):
         raise ArgumentError(
-            "shuffle=True and layout='contiguous' need a known number of elements. Pass a buffer size as "
-            "shuffle, use layout='strided', or apply tf.data.experimental.assert_cardinality first."
+            "shuffle=True needs a data set with a known number of elements, and so does layout='contiguous'. "
+            "Apply tf.data.experimental.assert_cardinality first. If the number is unknown, use "
+            "layout='strided' and, to shuffle, pass a buffer size as shuffle."
         )
     same = {
         "ends": ends, "layout": layout, "the number of elements": count, "shuffle": shuffle,
@@ -104,7 +108,7 @@ def _shard(
     if shuffle and not rows:
         result = result.shuffle(-(-buffer // size), seed)
     options = tf.data.Options()
-    options.deterministic = True  # If the ranks had different orders, samples would be missed.
+    options.deterministic = True  # Otherwise, the ranks' orders might differ.
     return result.with_options(options)
 
 
@@ -112,8 +116,9 @@ def check_order(data: Any, size: int) -> None:
     """Raise ArgumentError if the data set was shuffled without a seed, so that the ranks' orders differ."""
     if size > 1 and hasattr(data, "_seed") and tf.get_static_value(data._seed + data._seed2) == 0:
         raise ArgumentError(
-            "shard(): the data set was shuffled without a seed, so the ranks' orders differ and samples "
-            "would be missed. Pass a seed to shuffle(), shuffle=False to list_files(), or call shard() first."
+            "shard(): the data set was shuffled without a seed, so the ranks' orders differ and some samples "
+            "would be skipped. Pass a seed to shuffle(), pass shuffle=False to list_files(), or call shard() "
+            "before shuffling."
         )
     for source in data._inputs():
         check_order(source, size)

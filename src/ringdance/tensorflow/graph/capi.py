@@ -35,7 +35,9 @@ _NUMBERS = {dtype: number for number, dtype in _DTYPES.items()}
 def _dtype(number: int) -> np.dtype[Any]:
     if number not in _DTYPES:
         name = tf.as_dtype(number).name
-        raise ArgumentError(f"Elements of type {name} cannot be exchanged. Use numbers or booleans.")
+        raise ArgumentError(
+            f"Tensors of type {name} cannot be exchanged. Convert them to a numeric or boolean dtype."
+        )
     return _DTYPES[number]
 
 
@@ -49,12 +51,12 @@ def drop(tensor: int | c_void_p) -> None:
 
 
 class Slot:
-    """What is known about a kernel's input before the graph runs.
+    """Static shape and dtype of a kernel's input.
 
     Args:
         index: Index of the input, and of the output with the same shape and dtype.
-        number: TensorFlow's number for the input's dtype.
-        shape: The complete shape, or None if it is not known before run time.
+        number: TensorFlow's enum value for the input's dtype.
+        shape: The static shape, or None if it is not fully known before run time.
     """
 
     __slots__ = ("candidate", "dims", "kind", "nbytes")
@@ -106,7 +108,7 @@ class Context:
         return views
 
     def in_place(self, slots: Sequence[Slot]) -> tuple[list[Array], list[Array], list[int | c_void_p]]:
-        """Allocate an output with the shape and dtype of each input, in the input's memory if possible.
+        """Allocate an output with the shape and dtype of each input, reusing the input's memory if possible.
 
         This runs for hundreds of gradients in each step, so it makes as few C calls per tensor as possible.
 
@@ -284,4 +286,4 @@ def register(
     code, message = lib.TF_GetCode(status), lib.TF_Message(status)
     lib.TF_DeleteStatus(status)
     if code:
-        raise ImportError(f"TensorFlow {tf.__version__} does not accept {name}: {message.decode()}")
+        raise ImportError(f"TensorFlow {tf.__version__} cannot register operation {name}: {message.decode()}")

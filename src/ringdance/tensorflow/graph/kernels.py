@@ -1,4 +1,4 @@
-"""Graph operations: collective calls, and numbers that are not known before run time.
+"""Graph operations for collective calls, and for numbers that are not known before run time.
 
 ``RingdanceCall`` waits for its result. ``RingdanceStart`` submits a reduction and outputs the memory for its
 result. ``RingdanceWait`` waits for several reductions, whose results may be read only by operations that

@@ -49,7 +49,7 @@ def exchanges(kind: Collective, operation: ReduceOp, scales: tuple[float, float]
 
 
 class TorchExchange:
-    """The ``DeviceExchange`` of a process set. Blocks at creation until all members have created theirs.
+    """The ``DeviceExchange`` of a process set. The constructor blocks until all members have called it.
 
     Args:
         store: Store of the set's members.
@@ -82,7 +82,7 @@ class TorchExchange:
         return results
 
     def _run(self, pairs: Pairs, start: Callable[[], Started]) -> Steps:
-        """Start calls and return their results. On a GPU, the stream waits for them, the host does not."""
+        """Start calls and return their results. On a GPU, only the stream waits for them, not the host."""
         context = self._exchange.context
         requests = [request for _, request in pairs if request is not None]
         if self._stream is None:
@@ -151,7 +151,7 @@ class TorchExchange:
     def _reduce_flat(
         self, tensors: list[Tensor], outputs: list[Any], d: Description
     ) -> tuple[Any, Callable[[], list[Tensor]]]:
-        """Start reducing tensors of one dtype as one flat tensor. For ``outputs``, see ``_outputs``."""
+        """Start reducing tensors of one dtype as one flat tensor. ``outputs`` come from ``_outputs``."""
         lone = len(tensors) == 1 and outputs[0] is not None and outputs[0].data_ptr() == tensors[0].data_ptr()
         flat = tensors[0].reshape(-1) if lone else torch.cat([tensor.reshape(-1) for tensor in tensors])
         wire, operation = self._prepared(flat, d)
@@ -296,7 +296,7 @@ class TorchExchange:
             self._under_way.popleft()
 
     def close(self, agreed: bool) -> None:
-        """Free the communicator. Unless ``agreed``, abort it in a thread, because this can take a while."""
+        """Free the communicator. Unless all ranks ``agreed`` to this, abort it in a background thread."""
         group, self.group = self.group, None
         self._under_way.clear()
         if group is None or (agreed and self._stream is None):

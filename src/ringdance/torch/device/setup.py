@@ -21,7 +21,7 @@ _last: dict[str, torch.device] = {}  # Device of the last tensor that this rank 
 
 
 def submitted(tensor: Tensor) -> Any:
-    """Note the device of a tensor. Returns the event after which the tensor holds the data to send."""
+    """Store a tensor's device for ``make_exchange``. Returns the event after which the tensor is ready."""
     _last[tensor.device.type] = tensor.device
     return mark(tensor)
 
@@ -32,7 +32,7 @@ def make_exchange(exchange: Exchange, kind: str) -> Steps:
     on_thread, device = exchange.context.on_thread, torch.device(kind)
     if kind != "cpu":
         module = module_of(device)
-        place = session.engine().local_rank % module.device_count()  # Used if this rank has joined.
+        place = session.engine().local_rank % module.device_count()  # Used if this rank has sent nothing.
         device = _last.get(kind, torch.device(kind, place))  # This thread's current device is GPU 0.
         about = module.get_device_properties(device)
         yield from _check_devices(exchange, str(getattr(about, "uuid", device.index)))
@@ -55,6 +55,6 @@ def _check_devices(exchange: Exchange, uuid: str) -> Steps:
     if shared and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
         raise ArgumentError(
             f"Ranks {', '.join(map(str, shared))} share a GPU with other ranks on host {gpus[shared[0]][0]}. "
-            "Call torch.cuda.set_device(hvd.local_rank()) after hvd.init(), and start at most one rank for "
-            "each GPU."
+            "Call torch.cuda.set_device(hvd.local_rank()) after hvd.init(), and start at most one rank per "
+            "GPU."
         )
