@@ -38,7 +38,7 @@ class Heartbeats:
         return max(0.0, self._next - now) if self._connections else None
 
     def close(self) -> None:
-        """Close the connections. The other agents exit once the launcher has exited too."""
+        """Close this process's copies of the connections. The launcher's own copies stay open."""
         for connection in self._connections:
             os.close(connection)
         self._connections = ()

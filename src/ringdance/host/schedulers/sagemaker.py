@@ -24,7 +24,9 @@ def allocation(environ: Mapping[str, str]) -> Allocation | None:
         ranks = settings.get("sagemaker_mpi_num_of_processes_per_host")
         slots = int(ranks or environ.get("SM_NUM_GPUS") or 0) or 1
     except (ValueError, TypeError, AttributeError) as error:
-        raise LaunchError(f"SM_HOSTS={environ['SM_HOSTS']}: not in SageMaker's format ({error})") from None
+        raise LaunchError(
+            f"cannot parse SageMaker's variables (SM_HOSTS={environ['SM_HOSTS']}): {error}"
+        ) from None
     here, refused = environ["SM_CURRENT_HOST"], ""
     if here not in names[:1]:  # without MPI, SageMaker runs the script on every host
         refused = (

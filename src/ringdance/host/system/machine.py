@@ -1,4 +1,4 @@
-"""Describe what a plan needs to know about a machine: its cores, devices and networks.
+"""Collect facts about a machine for planning jobs: its cores, devices and networks.
 
 Standard library only: agents run it without ``site``.
 """
@@ -50,14 +50,14 @@ def nearest(path: str) -> str:
 
 
 def in_home(path: str) -> str:
-    """Replace ``~`` in a path with a home directory, or with / if the user is unknown, as in some containers.
+    """Expand ``~`` at the start of a path. If this user has no home directory, ``~`` stands for ``/``.
 
     Raises:
         FileNotFoundError: ``~NAME`` names an unknown user.
     """
     expanded = os.path.expanduser(path)
     if expanded.startswith("~") and expanded[1:2] not in ("", "/"):
-        raise FileNotFoundError(errno.ENOENT, f"{os.uname().nodename} has no user of this name", path)
+        raise FileNotFoundError(errno.ENOENT, f"no such user on {os.uname().nodename}", path)
     return os.path.join("/", expanded[2:]) if expanded.startswith("~") else expanded
 
 
@@ -86,17 +86,17 @@ def devices() -> list[str]:
 
 
 def problem() -> str:
-    """Return a problem that prevents this machine from running any job, or an empty string."""
+    """Return a message about a problem that prevents all jobs on this machine, or an empty string."""
     try:
         os.getcwd()
     except FileNotFoundError:
-        return "the working directory has been removed: cd to an existing directory"
+        return "the working directory has been removed. Change to an existing directory"
     if linux.LINUX and not os.path.exists("/proc/self/stat"):
-        return "/proc is not mounted, but MPI and the launcher need it: mount -t proc proc /proc"
+        return "/proc is not mounted, but MPI and the launcher need it. Run `mount -t proc proc /proc`"
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     if 0 <= limit < _FILE_BYTES:
         most = f"files are limited to {limit >> 10} KiB, including files in shared memory (ulimit -f)"
-        return f"{most}, but MPI needs {_FILE_BYTES >> 20} MiB: ulimit -f unlimited"
+        return f"{most}, but MPI needs {_FILE_BYTES >> 20} MiB. Run `ulimit -f unlimited`"
     return ""
 
 

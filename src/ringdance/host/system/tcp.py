@@ -85,7 +85,7 @@ def _exactly(sock: socket.socket) -> bytes:
     while len(data) < _SIZE:
         chunk = sock.recv(_SIZE - len(data))
         if not chunk:
-            raise ConnectionError("the other end has closed the connection")
+            raise ConnectionError("the peer closed the connection before it had authenticated itself")
         data += chunk
     return data
 
