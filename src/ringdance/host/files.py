@@ -30,7 +30,7 @@ _YAML = {
 def typed(found: dict[str, Any], key: str, kind: Any) -> Any:
     """Return a value from a JSON object. Raises one of NO_FORMAT if its type is not ``kind``."""
     if not _fits(found[key], kind):
-        raise ValueError(f"the value of {key!r} must have the type {kind}")
+        raise ValueError(f"the value of {key} must have the type {kind}")
     return found[key]
 
 

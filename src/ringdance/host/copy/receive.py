@@ -103,7 +103,7 @@ class Receiver:
 
     def _own_path(self, path: str) -> str:
         if os.path.isabs(path) or ".." in path.split("/"):
-            raise OSError(f"refused to write {path!r}, because it is not inside the destination {self._root}")
+            raise OSError(f"refused to write {path}, because it is not inside the destination {self._root}")
         return os.path.join(self._root, path) if path else self._root
 
     # --- the hosts before and after ------------------------------------------------------------
