@@ -68,7 +68,7 @@ class ProcessSet:
         return None if self.ranks is None else rank in self.ranks
 
     def __deepcopy__(self, memo: Any) -> ProcessSet:
-        return self  # It is a handle to a set in the job, like a communicator.
+        return self  # Like a communicator, it refers to a set in the job.
 
     def __getstate__(self) -> dict[str, Any]:
         return {"ranks": self.ranks, "mpi_comm": None}  # The id is only valid in this job.
@@ -151,7 +151,7 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
         MismatchError: The ranks passed different sets. Raised on all ranks.
     """
     if hasattr(process_set, "Get_group") or getattr(process_set, "mpi_comm", None) is not None:
-        raise NotImplementedError("Pass a set made from a communicator to init(process_sets=...) instead.")
+        raise NotImplementedError("Sets made from a communicator cannot be added. Pass them to init().")
     engine = session.engine()
     # The engine validates the ranks, and makes the other ranks' calls fail if this call is wrong.
     number = engine.add_process_set(

@@ -1,4 +1,4 @@
-"""This rank's ring buffer for the host's monitor, and a client if this rank started the monitor."""
+"""A rank's ring buffer for its host's monitor, and the monitor's client on the rank that started it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DYNAMIC = "DYNAMIC"
 
 
 class RankMonitor:
-    """Holds the ring and the client. Outlives an engine, and is reused for the next engine."""
+    """Holds the ring buffer and the monitor's client. Outlives an engine, and serves the next one too."""
 
     def __init__(self) -> None:
         self._ring: Ring | None = None
@@ -94,7 +94,7 @@ class RankMonitor:
         """Start a timeline. Does nothing on ranks other than 0.
 
         Raises:
-            ArgumentError: The setting ``timeline`` is not set. "DYNAMIC" allows this call.
+            ArgumentError: The setting ``timeline`` is not set. Set it to "DYNAMIC" to use this method.
         """
         if not engine.settings.timeline:
             raise ArgumentError(

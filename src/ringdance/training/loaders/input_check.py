@@ -207,7 +207,7 @@ def noise_of(times: Sequence[float]) -> float:
 
 def bytes_of(batch: Any) -> int:
     """Return the size of a batch's arrays in bytes, or an upper bound."""
-    if hasattr(batch, "shape"):  # TensorFlow tensors may not know their size in bytes.
+    if hasattr(batch, "shape"):  # TensorFlow tensors may lack ``nbytes``.
         return int(getattr(batch, "nbytes", 8 * math.prod(batch.shape)))
     parts = vars(batch) if hasattr(batch, "labels") else batch  # A batch of image_loader or table_loader.
     if isinstance(parts, Mapping | tuple | list):
