@@ -234,7 +234,9 @@ class Autotuner:
             refused = tuned.differences(file["job"], self._job)
             refused = refused and f"{self.settings.tuned} belongs to a different job: {refused}"
         if refused and not self.engine.rank:
-            _log.warning("ringdance: cannot use the file of --tuned. No settings have changed: %s.", refused)
+            _log.warning(
+                "ringdance: cannot use the file for --tuned, so the settings stay as they are: %s.", refused
+            )
         if file is not None and not refused:
             self.values, self._file = dict(file["values"]), dict(file["values"])
         if not self.settings.autotune:
