@@ -28,7 +28,7 @@ _YAML = {
 
 
 def typed(found: dict[str, Any], key: str, kind: Any) -> Any:
-    """Return a value from a JSON object. Raises one of NO_FORMAT if its type is not ``kind``."""
+    """Return ``found[key]`` if its type is ``kind``. Otherwise, raise one of the exceptions NO_FORMAT."""
     if not _fits(found[key], kind):
         raise ValueError(f"the value of {key} must have the type {kind}")
     return found[key]

@@ -1,4 +1,4 @@
-"""Checkpoint files. They are complete or absent, even if a writer is killed or several share a directory.
+"""Checkpoint files that are complete or absent, even if a writer is killed or writers share a directory.
 
 Note [Manifests]: a checkpoint exists from the moment its manifest is renamed to ``.<file>.json``. Until then,
 its files have temporary names that contain a unique token, which is also recorded in the manifest. Afterwards
@@ -144,7 +144,10 @@ class CheckpointFiles:
         damaged = ", ".join(f"{saved.number} ({saved.problem})" for saved in every if saved.problem)
         if result or (number is None and not damaged):
             if damaged and result and number is None:
-                _log.warning("ringdance: reading checkpoint %d. Damaged ones: %s.", result.number, damaged)
+                _log.warning(
+                    "ringdance: reading checkpoint %d. Skipping damaged checkpoints: %s.",
+                    result.number, damaged,
+                )
             return result
         others = ", ".join(str(saved.number) for saved in every if not saved.problem) or "none"
         raise CheckpointError(

@@ -153,7 +153,7 @@ class Checkpoints:
                 with contextlib.suppress(FileNotFoundError):  # Another process has just replaced the file.
                     content = present_path(self._files.path(saved.number), saved.token).read_bytes()
                     return saved, content, None if table is None else self._files.table(saved)
-            raise CheckpointError("other processes replaced the checkpoints in several attempts to read one")
+            raise CheckpointError("cannot read a checkpoint, because other processes keep replacing it")
 
         self.wait()
         for _ in range(_READS):
@@ -172,7 +172,7 @@ class Checkpoints:
                 if problem:
                     raise self._error(problem) from None
                 return saved.number, content
-        raise self._error("other processes replaced the checkpoints in several attempts to read one")
+        raise self._error("cannot read a checkpoint, because other processes keep replacing it")
 
     def close(self) -> None:
         """Wait until the last checkpoint is written, and stop the writer thread."""

@@ -95,7 +95,7 @@ def describe(
 def _check_operation(kind: Collective, names: tuple[str, ...], operation: ReduceOp) -> None:
     linear, title = operation in (ReduceOp.SUM, ReduceOp.AVERAGE), operation.name.title()
     if kind is Collective.REDUCESCATTER and not linear:
-        raise UnsupportedOperationError(f"reducescatter supports Sum and Average, not {title}.")
+        raise UnsupportedOperationError(f"reducescatter supports only Sum and Average, not {title}.")
     if not linear and any(name.startswith("complex") for name in names):
         raise UnsupportedOperationError(
             f"Complex tensors can be reduced by Sum and Average, not by {title}. Reduce "
@@ -104,7 +104,9 @@ def _check_operation(kind: Collective, names: tuple[str, ...], operation: Reduce
     if operation is ReduceOp.ADASUM and not _FLOATS.issuperset(names):
         raise UnsupportedOperationError(f"Adasum needs floating-point tensors, got {', '.join(names)}.")
     if operation is ReduceOp.AVERAGE and "bool" in names and kind is not Collective.BROADCAST:
-        raise UnsupportedOperationError("Boolean tensors cannot be averaged. Use Max (or) or Min (and).")
+        raise UnsupportedOperationError(
+            "Boolean tensors cannot be averaged. Use op=hvd.Max (logical or) or op=hvd.Min (logical and)."
+        )
 
 
 def check_size(operation: ReduceOp, size: int) -> None:
@@ -166,7 +168,7 @@ def split_rows(view: Array, splits: Array | None, size: int, name: str, engine: 
     splits = np.asarray(splits)
     if splits.ndim != 1 or (splits.dtype.kind not in "iu" and splits.size):
         raise ArgumentError(
-            f"{where}: splits must be a list of integers, got shape {splits.shape} of {splits.dtype}."
+            f"{where}: splits must be a list of integers, got {splits.dtype} with shape {splits.shape}."
         )
     if len(splits) != size:
         raise ArgumentError(f"{where}: expected {size} splits, one for each rank, got {len(splits)}.")

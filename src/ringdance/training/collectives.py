@@ -171,7 +171,9 @@ class Call:
         try:
             (name or "").encode()
         except UnicodeEncodeError:
-            raise ArgumentError(f"name={name!r} cannot be encoded, as it contains a surrogate.") from None
+            raise ArgumentError(
+                    f"name={name!r} cannot be encoded, because it contains a surrogate."
+                ) from None
         described = checks.describe(self.kind, dtypes, shapes, self.operation, *scales, self.root)
         return replace(described, pattern=self.pattern, device=device), name
 

@@ -39,7 +39,7 @@ class Process:
     """State of this process: its engine, and how its program ends."""
 
     engine: Engine | None = None
-    comm: Any = None  # the arguments of init()
+    comm: Any = None  # the arguments of the last init()
     transport: tuple[int, Callable[..., Transport]] | None = None
     pid: int = 0  # 0 before the first init()
     mpi: bool = False
@@ -135,7 +135,8 @@ class Process:
                     "ringdance: rank 0 has run backward passes, but this job of %d ranks ran no allreduce, "
                     "so no gradients were averaged. To train one model on all ranks, wrap its optimizer: "
                     "optimizer = hvd.DistributedOptimizer(optimizer, ...). Ignore this warning if each rank "
-                    "trains its own model, only rank 0 trains, or other code averages them.", engine.size,
+                    "trains its own model, only rank 0 trains, or other code averages the gradients.",
+                    engine.size,
                 )  # fmt: skip
 
     def _after_fork(self) -> None:

@@ -58,7 +58,9 @@ class TopK:
             )
         scores, labels = scores[labels >= 0], labels[labels >= 0]
         if labels.size and labels.max() >= scores.shape[1]:
-            raise ArgumentError(f"TopK.add: label {labels.max()} is invalid for {scores.shape[1]} classes.")
+            raise ArgumentError(
+                f"TopK.add: label {labels.max()} is out of range for {scores.shape[1]} classes."
+            )
         right = scores[np.arange(len(labels)), labels]
         better = np.count_nonzero(~(scores < right[:, None]), axis=1) - 1  # The correct class does not count.
         self.count += len(labels)

@@ -151,7 +151,9 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
         MismatchError: The ranks passed different sets. Raised on all ranks.
     """
     if hasattr(process_set, "Get_group") or getattr(process_set, "mpi_comm", None) is not None:
-        raise NotImplementedError("Sets made from a communicator cannot be added. Pass them to init().")
+        raise NotImplementedError(
+            "add_process_set() does not accept sets made from a communicator. Pass the set to init()."
+        )
     engine = session.engine()
     # The engine validates the ranks, and makes the other ranks' calls fail if this call is wrong.
     number = engine.add_process_set(
@@ -201,4 +203,4 @@ def bind(process_sets: list[ProcessSet]) -> None:
         ranks = ranks_of(process_set)
         process_set.process_set_id = known.get(ranks)
         if process_set.process_set_id is None:  # Not registered, or registered in a job that has ended.
-            raise KeyError(f"No process set has the ranks {list(ranks)}. Call add_process_set().")
+            raise KeyError(f"No process set has the ranks {list(ranks)}. Add it with add_process_set().")

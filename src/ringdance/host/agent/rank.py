@@ -67,7 +67,9 @@ def rank_and_size(environ: Mapping[str, str]) -> tuple[int, int]:
     for rank, size in _VARIABLES:
         if rank in environ and size in environ:
             return int(environ[rank]), int(environ[size])
-    raise LookupError("mpiexec must set OMPI_COMM_WORLD_RANK, PMI_RANK or SLURM_PROCID, but has set none")
+    raise LookupError(
+        "mpiexec has set none of OMPI_COMM_WORLD_RANK, PMI_RANK and SLURM_PROCID, so this process has no rank"
+    )
 
 
 def _exec(command: list[str], where: Mapping[str, int], port: int, streams: list[int], parent: int) -> None:

@@ -36,7 +36,7 @@ _Link = tuple[socket.socket, Frames]
 
 
 class Receiver:
-    """Receives files for this host and for the hosts after it.
+    """Receives files, writes them on this host, and passes them on to the next host.
 
     Args:
         launcher: Receives reports. Sends messages and, to the first host, chunks.

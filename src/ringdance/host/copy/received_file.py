@@ -149,7 +149,7 @@ class ReceivedFile:
         return self.have == self._size and self.digest != "" and not self.failed
 
     def finish(self) -> bool:
-        """Rename the file, with its mode and time. Returns False if it was corrupt and is now deleted.
+        """Set the draft's mode and time, and rename it. If it is corrupt, delete it and return False.
 
         Raises:
             OSError: The file cannot be renamed.

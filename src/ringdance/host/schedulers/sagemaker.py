@@ -9,7 +9,7 @@ from ringdance.errors import LaunchError
 from ringdance.host.schedulers.allocation import CONTAINERS_START_S, Allocation
 from ringdance.host.schedulers.hostfile import merge
 
-STAYS = ""  # the toolkit sets equal variables on all hosts, except SM_CURRENT_HOST
+STAYS = ""  # the toolkit sets the same values on all hosts, except for SM_CURRENT_HOST
 _START = "its MPI: processes_per_host (--processes-per-host), or distribution={'mpi': {'enabled': True}}"
 
 

@@ -117,7 +117,7 @@ class Cleanup:
     def run(self, failed: bool = True) -> bool:
         """Kill processes and remove files. Returns True if nothing is left.
 
-        Takes tens of milliseconds, at most 4 s, or longer if a monitor is completing a timeline file.
+        Usually takes tens of milliseconds, and at most 4 s, unless a monitor is completing a timeline file.
 
         A job that has not ``failed`` may leave shared memory behind on purpose. In that case, memory is
         removed only if a process that must be killed here has mapped it.
@@ -136,7 +136,7 @@ class Cleanup:
         return not left
 
     def note(self, pid: int) -> None:
-        """Remember a process of the job, which may be dead by the time of the cleanup."""
+        """Record a process of the job, because it may be dead when the cleanup starts."""
         self._pids.add(pid)
 
     def watch(self) -> None:

@@ -222,7 +222,7 @@ def _open_files(pid: int) -> Iterator[tuple[str, str]]:
 def shared_files(pid: int) -> set[int]:
     """Return the inodes of the files in /dev/shm that a process has mapped or open.
 
-    Names are not enough: a semaphore is created under a temporary name, and /proc shows that name.
+    Names do not suffice, because /proc shows the temporary name under which a semaphore was created.
     """
     maps = _read(f"/proc/{pid}/maps").split(b"\n")
     inodes = {int(line.split(None, 5)[4]) for line in maps if b" /dev/shm/" in line}

@@ -62,7 +62,7 @@ def in_home(path: str) -> str:
 
 
 def identity() -> str:
-    """Return a text that distinguishes this machine or container from others."""
+    """Return a string that identifies this machine or container."""
     boot = linux.text("/proc/sys/kernel/random/boot_id")
     return f"{os.uname().nodename} {boot or uuid.getnode()}"
 

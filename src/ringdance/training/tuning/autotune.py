@@ -83,7 +83,7 @@ class Autotuner:
         self.values: Values = {}
         self.done = False
         self._job: dict[str, Any] = {}
-        self._file: Values = {}  # values from --tuned
+        self._file: Values = {}  # values from the --tuned file
         self._own: dict[str, int] = {}  # this rank's original values of tunables
         self._given: dict[str, int] = {}  # values that the tuner set last, or original ones
         self._written = False  # True if the agreed values are a result to reuse
