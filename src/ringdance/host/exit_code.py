@@ -28,7 +28,7 @@ class _Exit(SystemExit):
         code = _CODE.__get__(self)
         if sys._getframe().f_back is None:  # otherwise a function has caught the exception and reads its code
             if code is not None and not isinstance(code, int):
-                with contextlib.suppress(Exception):  # what Python would print, but before the job ends
+                with contextlib.suppress(Exception):  # print what Python would, but before the job ends
                     sys.stderr.write(f"{code}\n")
                     code = 1
             _taken.append(code)

@@ -57,7 +57,7 @@ def affinity(pid: int = 0) -> set[int]:
 
 
 def quota() -> tuple[float, str]:
-    """Return the lowest CPU quota of this process's cgroups, in cores, and the directory of that cgroup."""
+    """Return the lowest CPU quota of this process's cgroups, in cores, and the directory that sets it."""
     quotas = [(float("inf"), "")]
     for directory in cgroups("cpu"):
         words = words_of(f"{directory}/cpu.max") or [

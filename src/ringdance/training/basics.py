@@ -27,7 +27,7 @@ _log = logging.getLogger("ringdance")
 def init(comm: Any = None, process_sets: Iterable[ProcessSet] | str | None = None) -> None:
     """Join the job. Return once all ranks have joined.
 
-    If this process is already in a job, only give ``process_sets`` the ids of the job's registered sets.
+    If this process is already in a job, only bind ``process_sets`` to the sets registered in the job.
 
     Args:
         comm: ``None`` for the whole job, a list of ranks in MPI_COMM_WORLD, or an mpi4py communicator. With a
@@ -189,12 +189,12 @@ def nccl_built() -> int:
 
 
 def ddl_built() -> bool:
-    """Return False."""
+    """Return False, because DDL is never used."""
     return False
 
 
 def ccl_built() -> bool:
-    """Return False."""
+    """Return False, because oneCCL is never used."""
     return False
 
 
@@ -204,5 +204,5 @@ def cuda_built() -> bool:
 
 
 def rocm_built() -> bool:
-    """Return False."""
+    """Return False, because no code here is compiled for ROCm."""
     return False

@@ -83,7 +83,7 @@ class CheckpointFiles:
         return self._directory / f"{self._name}-{number:08d}{self._suffix}"
 
     def scan(self) -> list[SavedCheckpoint]:
-        """Return all checkpoints: first damaged ones, then ones without a manifest, then others as saved."""
+        """Return all checkpoints: damaged ones, ones without a manifest, then others in order of saving."""
         present = [saved for number in self._numbers() if (saved := self.look(number))]
         return sorted(present, key=lambda saved: (not saved.problem, saved.serial, saved.number))
 
@@ -282,7 +282,7 @@ def _manifest(path: Path) -> Path:
 
 def partial_path(path: Path, token: str) -> Path:
     """Return a file's temporary path. See Note [Manifests]."""
-    return path.with_name(f".{path.name}.partial-{token}")  # Same stem in each save: torch.save stores it.
+    return path.with_name(f".{path.name}.partial-{token}")  # torch.save stores the stem, so it must not vary.
 
 
 def _size(path: Path) -> int | None:

@@ -1,4 +1,4 @@
-"""Checkpoints: written by rank 0 in the background, read by all ranks."""
+"""Checkpoints that rank 0 writes in the background, and that all ranks can read."""
 
 from __future__ import annotations
 

@@ -293,7 +293,7 @@ def movement(
     kind: Collective, name: str | None, process_set: ProcessSet, grouped: bool = False, root: int = -1,
     equal_splits: bool = False,
 ) -> Call:
-    """Build, from the user's arguments, the call for a collective that moves data without reducing it.
+    """Build the call for a collective that moves data without reducing it, from the user's arguments.
 
     Raises:
         ArgumentError: ``process_set`` is invalid.

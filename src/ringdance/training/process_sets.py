@@ -71,7 +71,7 @@ class ProcessSet:
         return self  # Like a communicator, it refers to a set in the job.
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"ranks": self.ranks, "mpi_comm": None}  # The id is only valid in this job.
+        return {"ranks": self.ranks, "mpi_comm": None}  # The id is valid only in this job.
 
     def __repr__(self) -> str:
         return (

@@ -124,7 +124,7 @@ def _detail(settings: Settings) -> int:
 
 
 def _start_timeline(engine: Engine, client: MonitorClient) -> None:
-    """Connect the monitors: rank 0's monitor writes the timeline, the others connect to it."""
+    """Connect all monitors to rank 0's monitor, which writes the timeline."""
     settings = engine.settings
     if engine.rank:
         engine.on_monitor = lambda note: client.connect(note["addresses"], note["port"], note["token"])

@@ -109,7 +109,7 @@ class _Agent:
 
     def _launcher_is_silent(self) -> bool:
         limit, now = self._timeout, time.monotonic()
-        if now - self._turned > _SLEPT_S:  # this process or its machine was stopped, so pings are late
+        if now - self._turned > _SLEPT_S:  # this process was stopped, so pings may be unread
             self._heard = now
         self._turned = now
         return limit is not None and now - self._heard > limit

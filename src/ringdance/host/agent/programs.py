@@ -49,7 +49,7 @@ class Programs:
         """Seconds until ``restrict()`` is due, or None if it is not needed."""
 
     def prepare(self, environ: dict[str, str], cwd: str, launcher_paths: Mapping[str, str] | None) -> None:
-        """Set the environment and working directory of programs, and the launcher's paths if they differ."""
+        """Set the programs' environment and directory. ``launcher_paths`` is None if paths do not differ."""
         self._environ, self._cwd, self._launcher_paths = environ, cwd, launcher_paths
 
     def spawn(self, message: Mapping[str, Any], directory: str) -> None:

@@ -74,7 +74,7 @@ def rank_and_size(environ: Mapping[str, str]) -> tuple[int, int]:
 
 def _exec(command: list[str], where: Mapping[str, int], port: int, streams: list[int], parent: int) -> None:
     """Execute the rank's command in the child process. Exits if the command cannot be executed."""
-    # Own process group: mpiexec signals the wrapper's group, and the wrapper passes on each signal once.
+    # Use a separate process group, so that signals from mpiexec to the wrapper's group arrive only once.
     os.setpgid(0, 0)
     linux.die_with_parent()
     if os.getppid() != parent:

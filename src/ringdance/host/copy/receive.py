@@ -78,7 +78,7 @@ class Receiver:
     # --- the list of files ---------------------------------------------------------------------
 
     def _begin(self, message: dict[str, Any], payload: bytes) -> dict[str, Any]:
-        """Create directories and links. Return the bytes of each file already here, and the free space."""
+        """Create directories and links. Return how many bytes of each file are here, and the free space."""
         self._close()
         self._root = os.path.abspath(in_home(message["root"]))
         os.makedirs(self._root, exist_ok=True)

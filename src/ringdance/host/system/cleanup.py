@@ -60,7 +60,7 @@ def make_directories(directories: Iterable[str], job: str) -> None:
             # A short symlink is stored in its inode, so this works even on a full disk.
             os.symlink(job, os.path.join(directory, linux.MARKER))
         descriptor = os.open(directory, os.O_RDONLY)  # never closed, to hold the lock until exit
-        with contextlib.suppress(OSError):  # without locks (some network file systems), nothing is removed
+        with contextlib.suppress(OSError):  # on file systems without locks, later jobs remove nothing
             fcntl.flock(descriptor, fcntl.LOCK_SH)
 
 

@@ -50,7 +50,7 @@ def nearest(path: str) -> str:
 
 
 def in_home(path: str) -> str:
-    """Expand ``~`` at the start of a path. If this user has no home directory, ``~`` stands for ``/``.
+    """Expand ``~`` at the start of a path. Use ``/`` if this user's home directory is unknown.
 
     Raises:
         FileNotFoundError: ``~NAME`` names an unknown user.
@@ -86,7 +86,7 @@ def devices() -> list[str]:
 
 
 def problem() -> str:
-    """Return a message about a problem that prevents all jobs on this machine, or an empty string."""
+    """Return why this machine cannot run any job, or an empty string if it can."""
     try:
         os.getcwd()
     except FileNotFoundError:

@@ -210,7 +210,7 @@ class Buckets:
         return self.source.send(self.call(name), self.engine, indices, zeros, wake)
 
     def abandon(self) -> None:
-        """After an error, wait up to a second for each request, because requests use the gradients' memory.
+        """Wait up to a second for each request after an error, because requests use the gradients' memory.
 
         Thread: exchanging or script.
         """

@@ -279,7 +279,7 @@ class GradientExchange:
         self.begin()
 
     def begin(self) -> None:
-        """Begin a step: later changes to gradients count for the next exchange. Thread: script."""
+        """Begin a step, so that later changes to gradients count for the next exchange. Thread: script."""
         if self.operation is not ReduceOp.AVERAGE:
             self.source.settle()
         self.reset()
@@ -371,7 +371,7 @@ class GradientExchange:
             path.back_off()
 
     def _continue_masked(self, abort: bool = False) -> None:
-        """Return to the mask, for more steps than last time. ``abort``: see ``DirectBuckets.leave``."""
+        """Exchange by the mask, for more steps than last time. ``abort``: see ``DirectBuckets.leave``."""
         if self.mode is Mode.DIRECT:
             self._direct.leave(abort)
         self.mode = Mode.MASKED
@@ -395,7 +395,7 @@ class GradientExchange:
         self.source.close_direct()
 
     def abandon(self) -> None:
-        """After an error, wait for requests in flight, which still use the gradients' memory, then reset."""
+        """Wait for requests in flight after an error, because they use the gradients' memory. Then reset."""
         if self.mode is Mode.DIRECT:
             self._continue_masked(abort=True)
         self.buckets.abandon()

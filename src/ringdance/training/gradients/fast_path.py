@@ -119,7 +119,8 @@ class FastPath:
 
     def _tag(self, dtype: np.dtype[Any], step: int) -> Array:
         if dtype not in self._tags:
-            kind = np.dtype(np.float32) if np.issubdtype(dtype, np.integer) else dtype  # Compressed.
+            # Compressed gradients may be integers, but the average of the tags needs fractions.
+            kind = np.dtype(np.float32) if np.issubdtype(dtype, np.integer) else dtype
             self._tags[dtype] = [*np.eye(_TAGS, dtype=kind), np.empty(_TAGS, kind)]
         tags = self._tags[dtype]
         tags[-1][:] = tags[step % _TAGS]

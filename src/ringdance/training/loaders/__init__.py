@@ -1,1 +1,1 @@
-"""Load images and table rows that are divided among ranks, and measure any loader."""
+"""Load images and table rows that are divided among ranks, and measure the input of a job."""
