@@ -1,9 +1,9 @@
 """Compare parameters between ranks during training, to detect a missing broadcast.
 
 Without a broadcast, each rank trains its own model. Nothing else would reveal this, because the gradients are
-averaged anyway. A binding calls ``due`` in each gradient exchange. If a comparison is due, the binding samples
-its parameters (at most ``PLACES`` elements of each), and passes the sample to ``compare``. Compiled programs
-contain the call for the comparison (``call_of``), and make it when they run.
+averaged anyway. A binding calls ``due`` in each gradient exchange. If a comparison is due, the binding
+samples its parameters (at most ``PLACES`` elements of each), and passes the sample to ``compare``. Compiled
+programs contain the call for the comparison (``call_of``), and make it when they run.
 """
 
 from __future__ import annotations
