@@ -190,7 +190,7 @@ def test_a_host_that_dies_in_the_middle_does_not_stop_the_others(
     ("words", "said"),
     [
         (("copy", *OTHERS, "nothing-there"), "nothing-there: No such file or directory"),
-        (("copy", "-H", "other1", "/etc/hostname", "/tmp"), "/tmp is a directory here. To copy into it"),
+        (("copy", "-H", "other1", "/etc/hostname", "/tmp"), "/tmp is a directory on this host. To copy"),
         (("copy", "-H", "other1", "/etc/hostname", "/proc/no/x"), "host other1: /proc/no"),
         (("copy", "/etc/hostname"), "missing hosts: pass -H node1,node2"),
         (("copy", "-H=-oProxyCommand=x", "/etc/hostname"), "-oProxyCommand=x"),

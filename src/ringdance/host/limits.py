@@ -57,7 +57,7 @@ def affinity(pid: int = 0) -> set[int]:
 
 
 def quota() -> tuple[float, str]:
-    """Return the lowest CPU quota of this process's cgroups, in cores, and the directory of that cgroup."""
+    """Return the lowest CPU quota of this process's cgroups, in cores, and the directory that sets it."""
     quotas = [(float("inf"), "")]
     for directory in cgroups("cpu"):
         words = words_of(f"{directory}/cpu.max") or [
@@ -82,8 +82,8 @@ def shared_cores(pids: Iterable[int]) -> int:
     """Return this process's share of the cores that it may use. The result may be 0.
 
     Args:
-        pids: Computing processes with the same quota, including this one. Those whose affinity masks
-            overlap share the common cores. If a launcher binds ranks to cores, it has already divided them.
+        pids: Computing processes with the same quota, including this one. Each core is divided equally among
+            the processes that may run on it.
     """
     masks = [affinity(pid) for pid in pids] or [affinity()]
     own = sum(1 / max(1, sum(core in mask for mask in masks)) for core in affinity())

@@ -1,4 +1,4 @@
-"""Checkpoints: written by rank 0 in the background, read by all ranks."""
+"""Checkpoints that rank 0 writes in the background, and that all ranks can read."""
 
 from __future__ import annotations
 
@@ -83,8 +83,8 @@ class Checkpoints:
             table: Table to save in a separate file, with its current values.
 
         Raises:
-            CheckpointError: The previous checkpoint could not be written, or a sharded table, which is
-                written before this call returns, could not be written.
+            CheckpointError: The previous checkpoint, or the sharded table of this one, could not be written.
+                Sharded tables are written before this call returns.
         """
         if (number := operator.index(number)) < 0:
             raise ArgumentError(f"Checkpoints.save({number}): number must not be negative.")
@@ -153,7 +153,7 @@ class Checkpoints:
                 with contextlib.suppress(FileNotFoundError):  # Another process has just replaced the file.
                     content = present_path(self._files.path(saved.number), saved.token).read_bytes()
                     return saved, content, None if table is None else self._files.table(saved)
-            raise CheckpointError("other processes keep replacing checkpoints while they are read")
+            raise CheckpointError("cannot read a checkpoint, because other processes keep replacing it")
 
         self.wait()
         for _ in range(_READS):
@@ -172,7 +172,7 @@ class Checkpoints:
                 if problem:
                     raise self._error(problem) from None
                 return saved.number, content
-        raise self._error("other processes keep replacing checkpoints while they are read")
+        raise self._error("cannot read a checkpoint, because other processes keep replacing it")
 
     def close(self) -> None:
         """Wait until the last checkpoint is written, and stop the writer thread."""

@@ -58,7 +58,7 @@ class Call:
         grouped: True if the call takes a list of tensors, which are exchanged together.
         equal_splits: True for an alltoall without splits.
         tables: Names of the tables whose rows are reduced. See ``gradients.sparse.submit``.
-        step_mark: Set in the last exchange of a step: the kind of caller that marks the step. See
+        step_mark: Kind of caller that marks the step, in the last exchange of a step; otherwise 0. See
             ``completed``.
         pattern: Gradient reductions only: the text from ``gradients.lists.pattern_of``.
         weights: Weight comparisons only: the texts from ``gradients.weights.call_of``.
@@ -77,7 +77,7 @@ class Call:
     step_mark: int = 0  # A StepMark as an integer, because hashing Enum members is slow.
     pattern: str = ""
     weights: tuple[str, ...] = ()
-    # The last submission's dtypes and shapes, and its description. Comparing them is faster than hashing.
+    # Cached dtypes and shapes of the last submission, with its description. Comparing is faster than hashing.
     _described: list[Any] = field(default_factory=lambda: [None], init=False, repr=False, compare=False)
 
     @property
@@ -171,7 +171,9 @@ class Call:
         try:
             (name or "").encode()
         except UnicodeEncodeError:
-            raise ArgumentError(f"name={name!r} cannot be encoded: it contains a surrogate.") from None
+            raise ArgumentError(
+                    f"name={name!r} cannot be encoded, because it contains a surrogate."
+                ) from None
         described = checks.describe(self.kind, dtypes, shapes, self.operation, *scales, self.root)
         return replace(described, pattern=self.pattern, device=device), name
 
@@ -184,7 +186,7 @@ class Call:
             engine.refuse(request, str(error))
 
     def completed(self) -> None:
-        """Mark the step that ends with this call. Called when its results are available."""
+        """Mark the step, if it ends with this call. Called when the call's results are available."""
         if self.step_mark:
             session.mark_step(StepMark(self.step_mark))
 
@@ -291,7 +293,7 @@ def movement(
     kind: Collective, name: str | None, process_set: ProcessSet, grouped: bool = False, root: int = -1,
     equal_splits: bool = False,
 ) -> Call:
-    """Build, from the user's arguments, the call for a collective that moves data without reducing it.
+    """Build the call for a collective that moves data without reducing it, from the user's arguments.
 
     Raises:
         ArgumentError: ``process_set`` is invalid.

@@ -165,7 +165,7 @@ class ObjectState(State):
 
 
 class VariablesState(ObjectState):
-    """A state of variables and plain attributes. Subclasses define how to access a framework's variables."""
+    """A state that consists of a framework's variables, which subclasses access, and plain attributes."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -363,7 +363,7 @@ def remember(error: BaseException) -> None:
 
 
 def run_translating(func: Callable[..., T], errors: Any) -> Callable[..., T]:
-    """Like ``run``, for a framework that raises its own error classes when a collective fails.
+    """Wrap ``func`` like ``run``, for a framework that raises its own errors when a collective fails.
 
     Args:
         func: Function whose first parameter is a ``State``.

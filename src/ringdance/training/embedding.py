@@ -313,7 +313,7 @@ class _Lookup:
         keys: Row numbers, ascending and unique.
         order: Permutation that sorts the keys by the rank that holds the row.
         sent, received: Number of rows that this rank requested from each rank, and each rank from this one.
-        asked: The requested rows that this rank holds, as indices into its part of the table.
+        asked: The rows that ranks requested from this rank, as indices into its part of the table.
     """
 
     order: Array

@@ -82,7 +82,7 @@ def allgather_json(value: Any, name: str, process_set: ProcessSet = global_proce
     """Return the values of all members in rank order. They are sent as JSON, so tuples become lists."""
 
     def dumps(value: Any) -> bytes:
-        return json.dumps(value, default=operator.index).encode()  # The default converts NumPy integers.
+        return json.dumps(value, default=operator.index).encode()  # ``default`` converts NumPy integers.
 
     return _allgather(value, name, process_set, dumps, lambda data: json.loads(bytes(data)))
 

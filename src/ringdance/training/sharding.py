@@ -118,7 +118,7 @@ class Shard:
         """
         for array in arrays:
             if len(array) != self.length:
-                raise ArgumentError(f"take: an array has {len(array)} rows instead of {self.length}.")
+                raise ArgumentError(f"take(): an array has {len(array)} rows instead of {self.length}.")
         indices = self.indices()
         rows = tuple([array[indices] for array in arrays])
         return rows[0] if len(rows) == 1 else rows
@@ -184,12 +184,14 @@ def check_plan(
     """
     if ends not in ("pad", "drop", "join"):
         raise ArgumentError(
-            f"ends={ends!r}: choose what happens if the samples cannot be divided evenly: 'pad' (some are "
-            "repeated), 'drop' (some are skipped) or 'join' (some ranks have one more, and the "
+            f"ends={ends!r} is invalid. Choose what happens if the samples cannot be divided evenly: 'pad' "
+            "(some are repeated), 'drop' (some are skipped) or 'join' (some ranks have one more, and the "
             "others call join())."
         )
     if ends == "join" and process_set is not global_process_set:
-        raise ArgumentError("ends='join' requires all ranks, like join(). In subsets, use 'pad' or 'drop'.")
+        raise ArgumentError(
+            "ends='join' cannot be used in a process set, as join() involves all ranks. Use 'pad' or 'drop'."
+        )
     if (rank is None) != (size is None):
         raise ArgumentError("Pass both rank and size, or neither.")
     if rank is not None and size is not None:

@@ -51,8 +51,8 @@ def _ssh_arguments(environ: Mapping[str, str]) -> list[str]:
     program, *arguments = _words(environ, _AGENT) or ["ssh"]
     if os.path.basename(program) not in ("ssh", "rsh"):
         raise LaunchError(
-            f"{_AGENT}={environ[_AGENT]}: this job reaches its workers through that program, like MPIJobs "
-            "older than v2beta1, but Ringdance uses ssh. Change the manifest as shown in "
-            "docs/howto/clusters/kubernetes.md (An old MPIJob)"
+            f"{_AGENT}={environ[_AGENT]}: MPIJobs older than v2beta1 reach their workers through it, but "
+            "Ringdance needs ssh. Change the manifest as shown in docs/howto/clusters/kubernetes.md, "
+            "section 'An old MPIJob'"
         )
     return arguments

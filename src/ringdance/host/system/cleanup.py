@@ -1,6 +1,6 @@
 """End every process of a job and remove what it has left: directories, and files in shared memory.
 
-Standard library only: it runs without ``site``, in the process that guards a host.
+Standard library only: agents run it without ``site``.
 
 Note [What is removed from /dev/shm]
 A file is removed if (1) its name is one that an MPI library, PyTorch or Python gives, (2) it did not exist
@@ -59,8 +59,8 @@ def make_directories(directories: Iterable[str], job: str) -> None:
         with contextlib.suppress(OSError):  # without the symlink, no later job will remove the directory
             # A short symlink is stored in its inode, so this works even on a full disk.
             os.symlink(job, os.path.join(directory, linux.MARKER))
-        descriptor = os.open(directory, os.O_RDONLY)  # never closed: the lock ends with the process
-        with contextlib.suppress(OSError):  # without locks (some network file systems), nothing is removed
+        descriptor = os.open(directory, os.O_RDONLY)  # never closed, to hold the lock until exit
+        with contextlib.suppress(OSError):  # on file systems without locks, later jobs remove nothing
             fcntl.flock(descriptor, fcntl.LOCK_SH)
 
 
@@ -91,7 +91,7 @@ class Cleanup:
         job: The job's ID, the value of the marker variable.
         directories: Directories to remove with all their contents.
         began: Start of the job, seconds since the epoch. Older files in shared memory do not belong to it.
-        root: A process whose descendants also belong to the job, marked or not.
+        root: Pid of a process whose descendants belong to the job, even if they lack the marker variable.
         reap: Called repeatedly, to collect the exit status of children.
     """
 
@@ -117,7 +117,7 @@ class Cleanup:
     def run(self, failed: bool = True) -> bool:
         """Kill processes and remove files. Returns True if nothing is left.
 
-        Takes tens of milliseconds, at most 4 s, or longer if a monitor is completing a timeline file.
+        Usually takes tens of milliseconds, and at most 4 s, unless a monitor is completing a timeline file.
 
         A job that has not ``failed`` may leave shared memory behind on purpose. In that case, memory is
         removed only if a process that must be killed here has mapped it.
@@ -130,17 +130,17 @@ class Cleanup:
             shutil.rmtree(directory, ignore_errors=True)
         self._remove_shared()
         if self.backup:
-            with contextlib.suppress(ChildProcessError):  # if it was killed, its pid may be reused
+            with contextlib.suppress(ChildProcessError):  # if it was killed, its pid may have been reused
                 os.waitid(os.P_PID, self.backup, os.WEXITED | os.WNOHANG | os.WNOWAIT)
                 linux.send_signal(self.backup, signal.SIGKILL)
         return not left
 
     def note(self, pid: int) -> None:
-        """Remember a process of the job, which may be dead by the time of the cleanup."""
+        """Record a process of the job, because it may be dead when the cleanup starts."""
         self._pids.add(pid)
 
     def watch(self) -> None:
-        """From now on, note which shared memory the job uses. See Note [What is removed from /dev/shm]."""
+        """Start recording which shared memory the job uses. See Note [What is removed from /dev/shm]."""
         if self._watching:
             return
         self._watching = True
@@ -237,7 +237,7 @@ class Cleanup:
 
 
 def _used_by(pids: Iterable[int], seconds: float) -> tuple[set[int], bool]:
-    """Return the inodes that processes use in /dev/shm, and whether all could be inspected in time.
+    """Return the inodes in /dev/shm that processes use, and whether all processes were inspected in time.
 
     The kernel blocks readers of a process's memory map while the process changes it, sometimes for seconds.
     """

@@ -37,7 +37,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def watch_directory(path: str) -> int:
-    """Return a descriptor that is readable once a file is created in a directory, or -1 if unsupported."""
+    """Return a descriptor that becomes readable when a file is created in a directory, -1 if unsupported."""
     if not LINUX:
         return -1
     import ctypes
@@ -64,7 +64,7 @@ def adopt_orphans() -> None:
 
 
 def wake_on_signals() -> int:
-    """Return a non-blocking descriptor that is readable after SIGCHLD and any signal with a handler."""
+    """Return a non-blocking descriptor that becomes readable after SIGCHLD and any signal with a handler."""
     wake, write = os.pipe()
     for end in (wake, write):
         os.set_blocking(end, False)
@@ -135,7 +135,7 @@ def run(
     """Run a program without input. End it and its children after ``seconds``.
 
     Returns:
-        Exit code, stdout and stderr. If it did not exit on its own: -1, an empty string and the reason.
+        Exit code, stdout and stderr. If the program did not start or exit in time: -1, "" and the reason.
     """
     import subprocess
 
@@ -187,7 +187,7 @@ def _owner(pid: int) -> int:
 
 
 def start_of(pid: int) -> str:
-    """Return a text that differs for later processes with the same pid. Empty if the process has exited."""
+    """Return a process's start time as text, to detect that its pid is reused. Empty if it has exited."""
     if LINUX:
         return b"".join(_stat(pid)[19:20]).decode()
     return run(["ps", "-o", "lstart=", "-p", str(pid)])[1].strip()
@@ -199,7 +199,7 @@ def name_of(pid: int) -> str:
 
 
 def grace(pid: int) -> float:
-    """Return the time in seconds for a helper to exit once its job's ranks are dead. 0 for other processes.
+    """Return how many seconds a helper gets to exit once its job's ranks are dead. 0 for other processes.
 
     In that time, some helpers remove shared memory, and the monitor completes the timeline and the metrics.
     """
@@ -222,7 +222,7 @@ def _open_files(pid: int) -> Iterator[tuple[str, str]]:
 def shared_files(pid: int) -> set[int]:
     """Return the inodes of the files in /dev/shm that a process has mapped or open.
 
-    Names are not enough: a semaphore is created under a temporary name, and /proc shows that name.
+    Names do not suffice, because /proc shows the temporary name under which a semaphore was created.
     """
     maps = _read(f"/proc/{pid}/maps").split(b"\n")
     inodes = {int(line.split(None, 5)[4]) for line in maps if b" /dev/shm/" in line}

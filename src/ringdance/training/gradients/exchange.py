@@ -4,7 +4,7 @@ A binding calls ``GradientExchange`` for each gradient (``on_gradient``) and at 
 pass (``on_backward_end``). The binding provides the gradients as NumPy views (``GradientSource``).
 
 Note [Exchange of gradients]
-When: at the end of every ``passes``-th backward pass, before the call returns, so that code that clips or
+When: at the end of every ``passes``-th backward pass, before backward returns, so that code that clips or
 unscales gradients or computes norms sees reduced gradients on all ranks. If a rank does not run such a pass
 in a step, it exchanges in ``finish_exchange()``, which the optimizer's step calls.
 
@@ -218,10 +218,11 @@ class GradientExchange:
         if state.reduced[index] and self.operation is not ReduceOp.AVERAGE:
             raise AssertionError(
                 f"The gradient of {self.names[index]} was computed again, or replaced, after it had been "
-                "reduced. Only op=Average allows that. Call optimizer.step() or zero_grad() after each "
-                f"exchange, or set backward_passes_per_step (now {self.passes}) to the number of passes per "
-                "step. Change reduced gradients in place, or call step() in skip_synchronize(). To replace "
-                "local gradients, set reduce_in_backward=False."
+                "reduced. Only op=Average allows that. If a pass computed it again, call optimizer.step() or "
+                "zero_grad() after each exchange, or set backward_passes_per_step (now "
+                f"{self.passes}) to the number of passes per step. If the script replaced it, change it in "
+                "place, call step() in skip_synchronize(), or set reduce_in_backward=False to replace local "
+                "gradients."
             )
         if not state.computed[index]:
             state.computed[index] = 1
@@ -235,7 +236,7 @@ class GradientExchange:
             )
 
     def _count(self, index: int) -> None:
-        """Send the gradient's bucket if the bucket is complete. Thread: as for ``on_gradient``."""
+        """Count a computed gradient, and send its bucket once complete. Thread: as for ``on_gradient``."""
         buckets = self.buckets
         bucket = buckets.of[index]
         bucket.lacking += -1 if index in buckets.expected else 1
@@ -278,7 +279,7 @@ class GradientExchange:
         self.begin()
 
     def begin(self) -> None:
-        """Begin a step: later changes to gradients count for the next exchange. Thread: script."""
+        """Begin a step, so that later changes to gradients count for the next exchange. Thread: script."""
         if self.operation is not ReduceOp.AVERAGE:
             self.source.settle()
         self.reset()
@@ -303,7 +304,7 @@ class GradientExchange:
                 raise
             raise MismatchError(
                 f"Gradients from different steps were exchanged together: rank {self.engine.rank} is in step "
-                f"{self.step}, {error}. Some ranks ran more backward passes than others before "
+                f"{self.step}, and {error}. Some ranks ran more backward passes than others before "
                 "optimizer.step(). Run the same number on all ranks (a pass may skip parameters), replace "
                 "gradients after a pass on all ranks or none, or exchange only in step(), with "
                 "reduce_in_backward=False."
@@ -370,7 +371,7 @@ class GradientExchange:
             path.back_off()
 
     def _continue_masked(self, abort: bool = False) -> None:
-        """Exchange by the mask for more steps than last time. ``abort``: see ``DirectBuckets.leave``."""
+        """Exchange by the mask, for more steps than last time. ``abort``: see ``DirectBuckets.leave``."""
         if self.mode is Mode.DIRECT:
             self._direct.leave(abort)
         self.mode = Mode.MASKED
@@ -394,7 +395,7 @@ class GradientExchange:
         self.source.close_direct()
 
     def abandon(self) -> None:
-        """After an error, wait for requests in flight, which still use the gradients' memory, then reset."""
+        """Wait for requests in flight after an error, because they use the gradients' memory. Then reset."""
         if self.mode is Mode.DIRECT:
             self._continue_masked(abort=True)
         self.buckets.abandon()

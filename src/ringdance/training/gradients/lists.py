@@ -37,8 +37,8 @@ class UseOrder:
                     return number
             if any(user() is not None and _uncertain(thread, first, there) for user, first, there in known):
                 raise ArgumentError(
-                    f"Two threads reduce the gradients of identical models ({key}), and may do so in another "
-                    "order on other ranks. Pass a unique name= to each DistributedOptimizer or tape."
+                    f"Two threads reduce the gradients of identical models ({key}), but other ranks may use "
+                    "a different order. Pass a unique name= to each DistributedOptimizer or tape."
                 )
             known.append((weakref.ref(owner), thread, set(threading.enumerate())))
             return len(known) - 1

@@ -100,15 +100,15 @@ class StepMask:
         if error is not None or not self._bytes.endswith(self._digest):
             raise MismatchError(
                 f"The ranks' optimizers have different parameters: rank {self._engine.rank} "
-                f"({self._engine.hosts[self._engine.rank]}) has {len(self._names)}, the last of which is "
-                f"{self._names[-1]!r}. Call add_param_group() on all ranks of the process set, with the same "
-                f"parameters, between the same two steps. {error or ''}".rstrip()
+                f"({self._engine.hosts[self._engine.rank]}) has {len(self._names)} parameters, the last of "
+                f"which is {self._names[-1]!r}. Call add_param_group() on all ranks of the process set, with "
+                f"the same parameters, between the same two steps. {error or ''}".rstrip()
             ) from error
         count = len(self._names)
         latest, before_earliest, separate, deviation = self._bytes[count : count + _FIXED]
         if latest - 1 != STEPS - before_earliest:
             steps = f"{STEPS - before_earliest} to {latest - 1}"
-            raise DifferentStepsError(f"the ranks are in {steps} (modulo {STEPS})")
+            raise DifferentStepsError(f"the ranks are in steps {steps} (modulo {STEPS})")
         self.kinds = bytes(self._bytes[:count])
         self.all_want_overlap = not separate
         any_joined = 0 in self._bytes[count + _FIXED : -len(self._digest)]

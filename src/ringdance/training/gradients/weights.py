@@ -1,9 +1,9 @@
-"""Compare parameters between ranks during training: without a broadcast, each rank trains its own model.
+"""Compare parameters between ranks during training, to detect a missing broadcast.
 
-Nothing else would reveal this, because the gradients are averaged anyway. A binding calls ``due`` in each
-gradient exchange. If a comparison is due, the binding samples its parameters (at most ``PLACES`` elements of
-each), and passes the sample to ``compare``. Compiled programs contain the call for the comparison
-(``call_of``), and make it when they run.
+Without a broadcast, each rank trains its own model. Nothing else would reveal this, because the gradients are
+averaged anyway. A binding calls ``due`` in each gradient exchange. If a comparison is due, the binding
+samples its parameters (at most ``PLACES`` elements of each), and passes the sample to ``compare``. Compiled
+programs contain the call for the comparison (``call_of``), and make it when they run.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class _Exchanges(Counter[_Key]):
         on_join(engine, self.forget)
 
     def forget(self) -> None:
-        """Restart the counts: all ranks have joined, possibly after different numbers of exchanges."""
+        """Restart the counts, because ranks may have joined after different numbers of exchanges."""
         self.clear()
 
 
@@ -115,7 +115,7 @@ def call_of(name: str, parameters: Sequence[str], advice: str, set_id: int) -> C
 
 
 def rows_of(parameters: Iterable[Any], take: Callable[[Any], tuple[int, Any]]) -> Iterator[Any]:
-    """For each parameter, yield ``ROW`` numbers: its number of elements, a sample of them, and padding.
+    """Yield ``ROW`` numbers for each parameter: its number of elements, a sample of them, and padding.
 
     Args:
         parameters: Parameters of any type.
@@ -206,4 +206,8 @@ def _report(engine: Engine, call: Call, parameter: str, value: Array, advice: st
     if engine.settings.check_weights == "error":
         raise MismatchError(text)
     if engine.rank == members[0]:
-        _log.warning("ringdance: %s (RINGDANCE_CHECK_WEIGHTS=error stops the job, =off skips this.)", text)
+        _log.warning(
+            "ringdance: %s Set RINGDANCE_CHECK_WEIGHTS=error to stop the job in this case, or =off to skip "
+            "this check.",
+            text,
+        )

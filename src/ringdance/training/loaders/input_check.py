@@ -26,7 +26,7 @@ __all__ = ["watch_input"]
 # Prefix of the line on stdout in which rank 0 reports the metrics, as JSON, to `ringdance bench input`.
 INPUT_MARK = "::ringdance-input::"
 _LEAST = 3  # Minimum number of batches in the warm-up, and in the measurement.
-_UNITS = {"images": "images", "ids": "rows"}  # Unit of the samples, by an attribute of the batches.
+_UNITS = {"images": "images", "ids": "rows"}  # Attribute of a batch -> unit of its samples.
 _KEPT, _KEPT_BYTES = 48, 1 << 28  # Maximum number and total bytes of batches for the step alone.
 # Quantiles of Student's t for 95% confidence and 1, 2, ... degrees of freedom.
 _T = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
@@ -121,14 +121,14 @@ class WatchedLoader:
         """Yield batches forever. If only the step is measured, the first batches are repeated."""
         if self.part == "step":
             if self._kept is None:
-                self._kept = itertools.cycle(list(self._first()))  # Before the clock starts.
+                self._kept = itertools.cycle(list(self._first()))  # Collected before the clock starts.
                 self._start()
             yield from self._kept
         while True:
             yield from self._epoch()
 
     def _epoch(self) -> Iterator[Any]:
-        """Yield full batches only, because a framework may compile the step again for a short one."""
+        """Yield only full batches, because a framework may compile the step again for a short one."""
         batch = None
         for batch in self.source:
             self._unit = next((word for name, word in _UNITS.items() if hasattr(batch, name)), "samples")
@@ -207,7 +207,7 @@ def noise_of(times: Sequence[float]) -> float:
 
 def bytes_of(batch: Any) -> int:
     """Return the size of a batch's arrays in bytes, or an upper bound."""
-    if hasattr(batch, "shape"):  # TensorFlow tensors may not know their size in bytes.
+    if hasattr(batch, "shape"):  # TensorFlow tensors may lack ``nbytes``.
         return int(getattr(batch, "nbytes", 8 * math.prod(batch.shape)))
     parts = vars(batch) if hasattr(batch, "labels") else batch  # A batch of image_loader or table_loader.
     if isinstance(parts, Mapping | tuple | list):

@@ -23,7 +23,7 @@ _RECENT = 12  # Only this many recent steps of a point count, because the machin
 _LEAST_NOISE = 0.01  # Minimum noise, as a share of the step time. A few steps may have less by chance.
 _WORTH = 0.02  # Smaller gains are ignored.
 _CLEAR = 0.25  # A gain of at least this size does not need to be confirmed.
-# Number of turns needed if all agree, and if one disagrees. By chance, either has a probability of 1%.
+# Number of turns needed if all agree, and if one disagrees. Either happens by chance in 1% of cases.
 _PAIRS = 8, 11
 _TURN = 3  # Number of steps at the start point, and at the best point, in each turn of the final comparison.
 _EXPOSED = 0.03  # Exchanges are worth tuning if training waits for at least this share of a step.
@@ -105,7 +105,7 @@ class Judgment(NamedTuple):
 
 
 def order(turn: int) -> tuple[int, int]:
-    """Return the order of two settings in a turn, so that periodic noise does not always hit the same one.
+    """Return the order of two settings in a turn, so that periodic noise does not always affect the same one.
 
     The order follows the Thue-Morse sequence.
     """
