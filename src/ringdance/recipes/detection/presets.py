@@ -123,12 +123,13 @@ PRESETS: dict[str, Preset] = {
         expected="Mask R-CNN, on the hundred photographs it was trained on: 0.75 box AP and 0.52 mask AP",
     ),
     "8xV100": _gluoncv(
-        8, "Faster R-CNN: 37.5 AP in 8h26 on a p3.16xlarge, 7h27 on a p3dn.24xlarge; Mask R-CNN: 10h28, "
-        "8h41, with 34.4 box AP and 31.3 mask AP (without Horovod 38.5 and 34.8)"
+        8, "Faster R-CNN: 37.5 AP, in 8h26 on a p3.16xlarge or 7h27 on a p3dn.24xlarge. Mask R-CNN: 10h28 "
+        "on a p3.16xlarge; 8h41 on a p3dn.24xlarge, with 34.4 box AP and 31.3 mask AP (without Horovod: 38.5 "
+        "and 34.8)"
     ),
     "24xV100": _gluoncv(
-        24, "Faster R-CNN: 37.4 AP in 4h58 on three p3.16xlarge, 3h37 on three p3dn.24xlarge; Mask R-CNN: "
-        "5h34, and 4h02 with 37.0 box AP and 33.4 mask AP"
+        24, "Faster R-CNN: 37.4 AP, in 4h58 on three p3.16xlarge or 3h37 on three p3dn.24xlarge. Mask R-CNN: "
+        "5h34 on three p3.16xlarge; 4h02 on three p3dn.24xlarge, with 37.0 box AP and 33.4 mask AP"
     ),
     "torchvision": Preset(
         batch_size=2, devices=8, rate=0.02, epochs=26, warmup_steps=1000, warmup_start=0.001,
