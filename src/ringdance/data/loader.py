@@ -276,9 +276,7 @@ class SyntheticLoader(ImageBatches):
             yield _batch(self._images[: len(numbers)], numbers % self.classes, *part)
 
 
-def _batch(
-    images: Array, labels: Array, numbers: Indices, weight: float, position: int, count: int
-) -> Batch:
+def _batch(images: Array, labels: Array, numbers: Indices, weight: float, position: int, count: int) -> Batch:
     indices = numbers if weight else np.full_like(numbers, -1)
     return Batch(images, labels.astype(np.int64), indices, weight, position, count)
 

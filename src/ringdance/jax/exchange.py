@@ -149,9 +149,7 @@ _primitive.def_impl(lambda *values, what, **_: eager(what, values))
 _primitive.def_effectful_abstract_eval(_abstract)
 
 
-def compiled(
-    what: JaxCall, values: Sequence[Any], shapes: Shapes, dtypes: Sequence[Any]
-) -> tuple[Any, ...]:
+def compiled(what: JaxCall, values: Sequence[Any], shapes: Shapes, dtypes: Sequence[Any]) -> tuple[Any, ...]:
     """Add an exchange to the program that is being traced.
 
     Args:

@@ -41,9 +41,7 @@ class Keras2Distributed(Distributed):
         """Return (gradient, variable) pairs with gradients that are reduced over the ranks."""
         return self._compute_gradients(loss, var_list, None, tape)
 
-    def _compute_gradients(
-        self, loss: Any, var_list: Any, grad_loss: Any = None, tape: Any = None
-    ) -> Pairs:
+    def _compute_gradients(self, loss: Any, var_list: Any, grad_loss: Any = None, tape: Any = None) -> Pairs:
         base: Any = super()
         if hasattr(base, "_compute_gradients"):
             pairs = base._compute_gradients(loss, var_list, grad_loss, tape)

@@ -62,9 +62,7 @@ class Keras3Distributed(Distributed):
         # On JAX, this runs in every step. Steps that only accumulate discard the result.
         optimizer: Any = self
         update = (optimizer._iterations + 1) % steps == 0
-        return keras.ops.cond(
-            update, lambda: self._reduce(gradients, variables), lambda: list(gradients)
-        )
+        return keras.ops.cond(update, lambda: self._reduce(gradients, variables), lambda: list(gradients))
 
 
 class _ScalesLoss(Keras3Distributed):

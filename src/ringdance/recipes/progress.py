@@ -105,8 +105,7 @@ class ProgressTable:
         left = clock((self._samples * self._epochs - done) / speed)
         self.print(
             f"{done / self._samples:8.2f} {step:8} {rate:9.4g}{shown} {speed:10,.1f} "
-            f"{speed / hvd.size():9,.1f} {waiting:6.1%} {clock(self.seconds()):>9} {left:>9} "
-            f"{self.cost():>9}"
+            f"{speed / hvd.size():9,.1f} {waiting:6.1%} {clock(self.seconds()):>9} {left:>9} {self.cost():>9}"
         )
         speeds = {"rate": rate, "waiting_for_input": waiting, f"{self._unit}_per_second": speed}
         self.scalars(step, speeds | by_title)

@@ -67,9 +67,7 @@ class Node:
         ranks = sum(slots for _, slots in hosts)
         # Do not forward the environment: the connections to agents are not encrypted, and Ray has already set
         # the job's variables on each machine.
-        spec = JobSpec(
-            _COMMAND, ranks=ranks, hosts=hosts, source="Ray", start_timeout=timeout, forward=False
-        )
+        spec = JobSpec(_COMMAND, ranks=ranks, hosts=hosts, source="Ray", start_timeout=timeout, forward=False)
         try:
             local = frozenset([os.uname().nodename])
             ready = prepare(spec, connect=lambda names, *_: _connect(names, peers, ip), local=local)

@@ -203,9 +203,7 @@ class GradientReducer:
         number = _order.number((key, set_id(self.process_set)), last)
         return f"{key}.{number}" if number else key
 
-    def _call(
-        self, key: str, pattern: str, part: int | str, last: bool, tensors: Sequence[Any] = ()
-    ) -> Call:
+    def _call(self, key: str, pattern: str, part: int | str, last: bool, tensors: Sequence[Any] = ()) -> Call:
         """Return the call for one part of a step's gradients. The first part is always named ``<key>.0``.
 
         ``tensors`` contains the variables whose gradients are reduced, for error messages.

@@ -36,9 +36,7 @@ WRONG_ARGUMENT = (ArgumentError, TypeError, ValueError, IndexError, AttributeErr
 compiler_disable(session.mark_step)  # Keras compiles whole steps, including this call.
 session.add_profiler(Profiler(profiler_running, torch.profiler.record_function))
 session.watch_training(has_run_backward)
-tunables["threads"] = Tunable(
-    torch.get_num_threads, torch.set_num_threads, lambda: max(1, own_cores())
-)
+tunables["threads"] = Tunable(torch.get_num_threads, torch.set_num_threads, lambda: max(1, own_cores()))
 tunables["overlap"] = OVERLAP
 
 

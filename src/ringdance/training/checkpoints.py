@@ -71,9 +71,7 @@ class Checkpoints:
         self._closed = False
         self._on_rank_zero(lambda: self.directory.mkdir(parents=True, exist_ok=True))
 
-    def save(
-        self, number: int, write: Callable[[Path], Any], table: EmbeddingTable | None = None
-    ) -> None:
+    def save(self, number: int, write: Callable[[Path], Any], table: EmbeddingTable | None = None) -> None:
         """Wait until the previous checkpoint is complete, then write a checkpoint in the background.
 
         Args:
@@ -126,9 +124,7 @@ class Checkpoints:
 
     def numbers(self) -> list[int]:
         """Return the numbers of the complete checkpoints, in the order of saving."""
-        return self._on_rank_zero(
-            lambda: [saved.number for saved in self._files.scan() if not saved.problem]
-        )
+        return self._on_rank_zero(lambda: [saved.number for saved in self._files.scan() if not saved.problem])
 
     def read(
         self, number: int | None = None, table: EmbeddingTable | None = None

@@ -166,9 +166,7 @@ def _check_classes(place: Path) -> None:
         )
 
 
-def _source(
-    split: str, place: Path, source: Path, known: Sequence[str], labels: Path | None
-) -> Source:
+def _source(split: str, place: Path, source: Path, known: Sequence[str], labels: Path | None) -> Source:
     """List a split's images and number their classes. Holds only one class at a time as Python objects."""
     text, ends, places, changed = bytearray(), bytearray(), bytearray(), hashlib.sha256()
     numbers_by_class: dict[str, int] = {}

@@ -176,9 +176,7 @@ class _Supervisor:
             alive = self._listen([self._channel.sock.fileno(), self._front], left)
         return code if code >= 0 else 128 - code
 
-    def _announce(
-        self, hello: dict[str, Any], streams: list[int]
-    ) -> tuple[dict[str, int], int, int] | None:
+    def _announce(self, hello: dict[str, Any], streams: list[int]) -> tuple[dict[str, int], int, int] | None:
         """Send ``hello``. Return the rank's numbers, MASTER_PORT and stdin, or None if the agent exits."""
         alive, descriptors = self._channel.send(hello, streams), list[int]()
         while alive:  # a large message arrives in parts, and the descriptor comes with the first

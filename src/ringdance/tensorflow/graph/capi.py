@@ -138,9 +138,7 @@ class Context:
                 finally:
                     drop(handle)  # While this reference exists, the output cannot use the input's memory.
                 dims = slot.dims if known else (c_int64 * view.ndim)(*view.shape)
-                tensor = forward(
-                    pointer, slot.candidate, 1, index, dims, len(dims), to_used, status
-                )
+                tensor = forward(pointer, slot.candidate, 1, index, dims, len(dims), to_used, status)
                 if tensor is None:
                     self._check()
                 kept.append(tensor)

@@ -157,6 +157,5 @@ def _scale(run: RunMetrics, evidence: list[str]) -> str:
         else "use a larger batch, or more workers in the data loader. Then scale out to more ranks."
     )  # fmt: skip
     return (
-        f"First scale up: the hardware can do up to {1 / max(used, 0.01):.1f} times as much. "
-        f"To use it, {how}"
+        f"First scale up: the hardware can do up to {1 / max(used, 0.01):.1f} times as much. To use it, {how}"
     )

@@ -257,9 +257,7 @@ def _tensors(trace: Trace, ranks: dict[int, RankTimes]) -> tuple[list[dict[str, 
     return sorted(rows, key=lambda row: -row["late_seconds"]), left
 
 
-def _lateness(
-    name: str, rounds: Collection[Members], ranks: dict[int, RankTimes]
-) -> dict[str, Any] | None:
+def _lateness(name: str, rounds: Collection[Members], ranks: dict[int, RankTimes]) -> dict[str, Any] | None:
     """Return how long ranks wait for others to submit a tensor, and for which rank they wait longest.
 
     Returns None if no rank is measurably late.

@@ -219,10 +219,9 @@ class GradientExchange:
             raise AssertionError(
                 f"The gradient of {self.names[index]} was computed again, or replaced, after it had been "
                 "reduced. Only op=Average allows that. If a pass computed it again, call optimizer.step() or "
-                "zero_grad() after each exchange, or set backward_passes_per_step (now "
-                f"{self.passes}) to the number of passes per step. If the script replaced it, change it in "
-                "place, call step() in skip_synchronize(), or set reduce_in_backward=False to replace local "
-                "gradients."
+                f"zero_grad() after each exchange, or set backward_passes_per_step (now {self.passes}) to "
+                "the number of passes per step. If the script replaced it, change it in place, call step() "
+                "in skip_synchronize(), or set reduce_in_backward=False to replace local gradients."
             )
         if not state.computed[index]:
             state.computed[index] = 1
