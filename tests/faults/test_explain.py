@@ -71,10 +71,10 @@ def test_a_job_that_hangs_is_explained_and_leaves_stacks(tmp_path: Path) -> None
     job, out = begin(tmp_path, "file_lock"), tmp_path / "out"
     try:
         assert wait_until((tmp_path / "began").exists, 30.0) is not None
-        assert wait_until(lambda: "Ranks 0, 2 wait" in explain(str(job.process.pid)), 10.0) is not None
+        assert wait_until(lambda: "Ranks 0, 2 are waiting" in explain(str(job.process.pid)), 10.0) is not None
         said = explain(str(job.process.pid), "--stacks")
         last = said.splitlines()[-1]
-        assert last.startswith("Ranks 0, 2 wait for rank 1 on host ")
+        assert last.startswith("Ranks 0, 2 are waiting for rank 1 on host ")
         assert f"waits for a lock on the file {tmp_path}/cache.lock, held by process " in last
         assert f"planted_job.py:{line_of('file_lock')} in file_lock" in last
         assert "rank 0 on host " in said
@@ -103,7 +103,7 @@ def test_a_worker_of_a_data_loader_is_looked_at(tmp_path: Path) -> None:
     try:
         assert wait_until((tmp_path / "began").exists, 30.0) is not None
         results: list[str] = []
-        assert wait_until(lambda: _says(results, job, "Rank 0 waits for rank 1"), 20.0) is not None, results
+        assert wait_until(lambda: _says(results, job, "Rank 0 is waiting for"), 20.0) is not None, results
         last = results[-1].splitlines()[-1]
         assert f"its main thread waits for its data loader, at {program}:14 in <module>; its worker " in last
         assert re.search(rf"; its worker process \d+ sleeps, at {program}:11 in load\.$", last), last
@@ -163,11 +163,11 @@ def test_ranks_before_init_are_shown_and_a_foreground_job_cannot_be_stopped(tmp_
     try:
         assert wait_until(lambda: len(list(tmp_path.glob("began.*"))) == 2, 30.0) is not None
         said = explain(str(job.process.pid)).splitlines()
-        assert said[-1] == "All ranks must call init(). Not yet called by ranks 0, 1."
+        assert said[-1] == "All ranks must call init(). It has not been called yet by ranks 0, 1."
         assert said[0].startswith("rank 0 on host ")
         assert said[0].endswith(" s without init())")
         (tmp_path / "init.0").touch()
-        last = "All ranks must call init(). Not yet called by rank 1."
+        last = "All ranks must call init(). It has not been called yet by rank 1."
         assert wait_until(lambda: explain(str(job.process.pid)).splitlines()[-1] == last, 30.0) is not None
         assert "now in init())" in explain(str(job.process.pid))
         shown = json.loads(by_main("status", "--json").stdout)

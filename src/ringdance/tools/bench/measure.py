@@ -1,4 +1,4 @@
-"""Time the training steps of ``ringdance bench train``, also without exchanges and with other libraries."""
+"""Time training steps for ``ringdance bench train``: with exchanges, without, and with other libraries."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def measure(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _block(step: Step, count: int) -> tuple[float, float]:
-    """Run ``count`` steps, starting with all ranks together. Return the mean step time and the last loss."""
+    """Run ``count`` steps after a barrier. Return the mean step time in seconds and the last loss."""
     ringdance.numpy.barrier()
     began = time.perf_counter()
     for _ in range(count):
