@@ -180,4 +180,4 @@ def test_what_cannot_be_written_is_refused_before_it_is_measured(tmp_path, capsy
 def test_a_framework_that_is_missing_is_named_with_what_installs_it(capsys, monkeypatch) -> None:
     monkeypatch.setattr(bench_train, "find_spec", lambda name: None if name == "keras" else find_spec("json"))
     assert bench.main(["train", "--model", "mlp", "--framework", "jax"]) == 2
-    assert "--framework jax needs keras. Install: " in capsys.readouterr().err
+    assert "--framework jax needs keras. Run: " in capsys.readouterr().err

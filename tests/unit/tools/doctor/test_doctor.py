@@ -46,7 +46,7 @@ def test_what_is_wrong_is_said_with_its_fix(
     monkeypatch.setenv("OMP_NUM_THREADS", "9999")
     assert cli.main(["doctor", "--check", "threads", "--slots", "2"]) == 1
     shown = capsys.readouterr().out
-    assert "OMP_NUM_THREADS=9999 with 2 ranks makes 19998 computing threads" in shown
+    assert "OMP_NUM_THREADS=9999 with 2 ranks starts 19998 compute threads" in shown
     assert "fix: unset OMP_NUM_THREADS" in shown
 
 
