@@ -8,7 +8,7 @@ from statistics import fmean
 from ringdance.core.reports import judging
 from ringdance.tools.report.metrics import Rank, RunMetrics
 
-_FEW = 10  # number of steps below which a longer run is recommended
+_FEW = 10  # recommend a longer run below this number of steps
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ def judge(run: RunMetrics, uneven: float = 0.0) -> Limit:
     if taken >= judging.TAKEN and not (waits and (skewed or max(communication, uneven) < judging.WORTH)):
         return Limit(
             "other programs",
-            f"Other programs use {taken:.0%} of the cores of {host}. What limits the run without them is "
-            "not known.", "Run it again without these programs, or give it its own cores.", evidence,
+            f"Other programs use {taken:.0%} of the cores of {host}, so it is not known what limits the run "
+            "itself.", "Run the job again without these programs, or give it its own cores.", evidence,
         )  # fmt: skip
     if run.size > 1 and uneven >= max(judging.WORTH, communication, skew) and run.in_use() < judging.BUSY:
         return Limit(
@@ -70,8 +70,8 @@ def judge(run: RunMetrics, uneven: float = 0.0) -> Limit:
     if run.gpu < judging.IDLE_GPU * own if run.gpu is not None else idle:
         also = again = ""
         if taken >= judging.TAKEN:  # ranks that wait for a core also seem idle
-            also = f" Or they wait for cores: other programs use {taken:.0%} of the cores of {host}."
-            again = "Run it again without these programs. If the ranks still barely compute: "
+            also = f" They may be waiting for cores: other programs use {taken:.0%} of the cores of {host}."
+            again = "Run the job again without these programs. If the ranks still barely compute: "
         return Limit(
             "input", f"Ranks barely wait for exchanges or for each other, yet they barely compute.{also}",
             f"{again}Load data in parallel with training: use more data loader workers, prefetching, or a "
@@ -103,7 +103,7 @@ def _evidence(run: RunMetrics, communication: float, uneven: float, own: float) 
 def _communication(run: RunMetrics, communication: float, evidence: list[str]) -> Limit:
     last = run.slowest.rows[-1]
     evidence.append(
-        f"{last['bytes'] / last['steps'] / 1e6:,.1f} MB are reduced per step. Without waiting for this, "
+        f"{last['bytes'] / last['steps'] / 1e6:,.1f} MB are reduced per step. Without this wait, "
         f"{run.size} ranks would be as fast as {run.size / max(judging.LEAST, 1 - communication):.3g} are."
     )
     return Limit(

@@ -99,7 +99,7 @@ class RankTimes:
         whole |= not whole.any()  # if every step has gaps, include all steps without the gaps
 
         def cover(thread: str, name: str = "") -> Cover:
-            """Return all spans of a thread, or only spans called ``name``, on a clock without the gaps."""
+            """Return a thread's spans, or only those called ``name``, on a clock that skips the gaps."""
             spans = np.array([(a, b) for text, a, b in self.threads.get(thread, ()) if name in ("", text)])
             return Cover((spans - gaps.until(spans)).tolist())
 
@@ -191,7 +191,7 @@ def notes(ranks: Sequence[RankTimes]) -> list[str]:
 
 def _incomplete(trace: Trace) -> list[str]:
     ends = [text.removeprefix(END) for text, _ in trace.instants.get((0, 0), ()) if text.startswith(END)]
-    ends = ends or ["its end (is the job still running, was its monitor killed, or was the disk full?)"]
+    ends = ends or ["its end: the job is still running, its monitor was killed, or the disk was full"]
     return [f"The file lacks {text}." for text in ends if text != "complete"]
 
 
@@ -260,7 +260,7 @@ def _tensors(trace: Trace, ranks: dict[int, RankTimes]) -> tuple[list[dict[str, 
 def _lateness(
     name: str, rounds: Collection[Members], ranks: dict[int, RankTimes]
 ) -> dict[str, Any] | None:
-    """Return how long ranks wait for others to submit a tensor, and for which rank they wait longest.
+    """Return how long ranks wait for other ranks to submit a tensor, and for which rank they wait longest.
 
     Returns None if no rank is measurably late.
     """
