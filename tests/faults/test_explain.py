@@ -71,10 +71,10 @@ def test_a_job_that_hangs_is_explained_and_leaves_stacks(tmp_path: Path) -> None
     job, out = begin(tmp_path, "file_lock"), tmp_path / "out"
     try:
         assert wait_until((tmp_path / "began").exists, 30.0) is not None
-        assert wait_until(lambda: "Ranks 0, 2 are waiting" in explain(str(job.process.pid)), 10.0) is not None
+        assert wait_until(lambda: "Ranks 0, 2 wait" in explain(str(job.process.pid)), 10.0) is not None
         said = explain(str(job.process.pid), "--stacks")
         last = said.splitlines()[-1]
-        assert last.startswith("Ranks 0, 2 are waiting for rank 1 on host ")
+        assert last.startswith("Ranks 0, 2 wait for rank 1 on host ")
         assert f"waits for a lock on the file {tmp_path}/cache.lock, held by process " in last
         assert f"planted_job.py:{line_of('file_lock')} in file_lock" in last
         assert "rank 0 on host " in said
@@ -103,7 +103,7 @@ def test_a_worker_of_a_data_loader_is_looked_at(tmp_path: Path) -> None:
     try:
         assert wait_until((tmp_path / "began").exists, 30.0) is not None
         results: list[str] = []
-        assert wait_until(lambda: _says(results, job, "Rank 0 is waiting for"), 20.0) is not None, results
+        assert wait_until(lambda: _says(results, job, "Rank 0 waits for rank 1"), 20.0) is not None, results
         last = results[-1].splitlines()[-1]
         assert f"its main thread waits for its data loader, at {program}:14 in <module>; its worker " in last
         assert re.search(rf"; its worker process \d+ sleeps, at {program}:11 in load\.$", last), last

@@ -33,7 +33,7 @@ def test_the_rank_of_another_host_is_named(three_hosts: Hosts, tmp_path: Path) -
         done = three_hosts.run("h1", *command, "explain", "-H", "h1,h2,h3")
         assert done.returncode == 0, done.stderr
         last = done.stdout.splitlines()[-1]
-        assert last.startswith("Ranks 0, 1 are waiting for rank 2 on host h3 (pid "), done.stdout
+        assert last.startswith("Ranks 0, 1 wait for rank 2 on host h3 (pid "), done.stdout
         assert f"{script}:8 in <module>" in last
         here = three_hosts.run("h1", *command, "explain").stdout.splitlines()
         assert here[-2].startswith("Not seen: ranks 1, 2.")

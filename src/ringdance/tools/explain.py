@@ -259,7 +259,7 @@ def _culprit(ranks: list[_Rank], missing: list[int]) -> str:
         return "No rank that was seen is waiting." if missing else "No rank is waiting for another."
     if late:
         others = _named([rank.number for rank in waiting]).capitalize()
-        verb = "is waiting" if len(waiting) == 1 else "are waiting"
+        verb = "waits" if len(waiting) == 1 else "wait"
         return f"{others} {verb} for {'; and for '.join(f'{rank.who}: {rank.action}' for rank in late)}."
     names = Counter((rank.operation, rank.waits_for) for rank in waiting)
     alike = len({label for _, label in names}) < len(names)  # show full names if labels are ambiguous

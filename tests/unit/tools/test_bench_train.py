@@ -143,9 +143,9 @@ def test_numbers_of_ranks() -> None:
     ("words", "says"),
     [
         ("--model resnet5", "did you mean resnet50?"),
-        ("--model deepfm --framework keras", "vgg16, inception_v3. For deepfm, use --framework torch"),
+        ("--model deepfm --framework keras", "vgg16, inception_v3. Use --framework torch for"),
         ("--model mlp --framework jax --against ddp", "ddp needs --framework torch, not jax"),
-        ("--model inception_v3", "For inception_v3, use --framework keras"),
+        ("--model inception_v3", "Use --framework keras for this model"),
         ("--model inception_v3 --framework keras --image 64", "needs at least 75 pixels"),
         ("--model mlp --output figures.csv", "ends with .json"),
         ("--model mlp --output nowhere/figures.json", "in an existing directory"),

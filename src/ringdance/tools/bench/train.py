@@ -90,7 +90,7 @@ def check(given: argparse.Namespace) -> None:
     has = FRAMEWORKS[given.framework]
     if given.model not in has:
         others = [name for name, models in FRAMEWORKS.items() if given.model in models]
-        where = f". For {given.model}, use --framework {others[0]}" if others else ""
+        where = f". Use --framework {others[0]} for this model" if others else ""
         raise CommandError(
             f"--model {given.model} is not available for {given.framework}, which has {', '.join(has)}{where}"
         )

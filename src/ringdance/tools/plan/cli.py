@@ -187,7 +187,7 @@ def _measured(given: argparse.Namespace, on: Instance, options: PlanOptions) -> 
         there, here = ("GPUs", "CPUs") if on.gpus else ("CPUs", "GPUs")
         raise LaunchError(
             f"{given.bench} was measured on {here}, but {on.name} trains on {there}. Pass the rate of one of "
-            f"its ranks (--images-per-second R), or measure on {on.name}"
+            "its ranks (--images-per-second R), or measure on such a machine"
         )
     return load
 
