@@ -86,7 +86,7 @@ class RingdanceError(Exception):
 
 
 class SettingError(RingdanceError, ValueError):
-    """A setting has an invalid value. The message names the setting and where it came from."""
+    """A setting has an invalid value. The message names the setting and the origin of the value."""
 
 
 class ArgumentError(RingdanceError, ValueError):

@@ -65,7 +65,7 @@ def _run(call: Call, arrays: Any, out: Any = None, wait: bool = True, splits: An
             outputs = tuple(out) if grouped else (out,)
             if grouped or out is not views[0] or not out.flags.writeable:
                 _check_out(outputs, views)
-        elif call.keeps_shapes:  # the engine's aligned allocation for TensorFlow takes 1 µs more
+        elif call.keeps_shapes:  # the engine would align the memory for TensorFlow, which takes 1 µs
             outputs = tuple(map(np.empty_like, views)) if grouped else (np.empty_like(views[0]),)
         rows = None if splits is None else (np.asarray(splits),)
     except (ArgumentError, TypeError, ValueError) as error:

@@ -175,7 +175,7 @@ class Settings:
         unit="s", legacy="HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
     )
     deadlock_time: float = _setting(
-        30.0, NUMBER, "Time without a new call after which ranks that all wait for each other raise "
+        30.0, NUMBER, "Time without new calls after which ranks that all wait for each other raise "
         "DeadlockError. 0: never (the default in scripts that import horovod).", unit="s",
     )
     log_level: str = _setting(

@@ -153,7 +153,7 @@ def _absolute(text: str) -> Path:
 
 def _add_images(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("source", type=_absolute, metavar="SRC", help="directory with the images or tars, see below")
+    add("source", type=_absolute, metavar="SRC", help="directory that contains the images or tars; see below")
     add("--format", choices=tuple(ENDINGS), default="tfrecord", help="default: tfrecord")
     text = "number of files for train; validation gets an eighth as many (default: about 134 MB per file)"
     add("--shards", type=positive, default=0, metavar="N", help=text)
@@ -161,10 +161,10 @@ def _add_images(parser: argparse.ArgumentParser) -> None:
     add("--resize", type=positive, default=0, metavar="S", help=text)
     text = "prepare only this split (default: all); if SRC has no splits, name of its split (default: train)"
     add("--split", choices=tuple(SPLITS), action="append", default=[], help=text)
-    add("--labels", type=Path, metavar="FILE", help="validation labels (default: a file near the images)")
-    text = "maximum number of broken images to leave out (default: one in a hundred images)"
+    add("--labels", type=Path, metavar="FILE", help="validation labels (default: search near the images)")
+    text = "maximum number of broken images to leave out (default: one in 100)"
     add("--max-broken", type=int, metavar="N", help=text)
-    add("--overwrite", action="store_true", help="remove these splits from DST and start again")
+    add("--overwrite", action="store_true", help="remove the prepared splits from DST and start again")
     _add_processes(parser)
 
 
@@ -176,10 +176,10 @@ def _add_processes(parser: argparse.ArgumentParser) -> None:
 
 def _add_coco(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("source", type=_absolute, metavar="SRC", help="directory in COCO's layout, see below")
+    add("source", type=_absolute, metavar="SRC", help="directory in COCO's layout; see below")
     text = "prepare only this split, such as train2017 (default: all in SRC/annotations)"
     add("--split", action="append", default=[], metavar="SPLIT", help=text)
-    text = "maximum number of broken items to leave out of a split (default: a hundredth of its annotations)"
+    text = "maximum number of broken items to leave out of a split (default: one in 100 annotations)"
     add("--max-broken", type=int, metavar="N", help=text)
 
 
@@ -215,7 +215,7 @@ def _share_or_path(text: str) -> float | Path:
 
 def _add_clicks(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    text = "files, or a directory with files, see below"
+    text = "files, or a directory that contains them; see below"
     add("source", type=_absolute, nargs="+", metavar="SRC", help=text)
     text = "default: rows, which training can read without parsing"
     add("--format", choices=tuple(ENDS), default="rows", help=text)
@@ -223,7 +223,7 @@ def _add_clicks(parser: argparse.ArgumentParser) -> None:
     _add_table_size(parser)
     text = "validation rows: a share of all rows, such as 0.1, or files (default: none)"
     add("--validation", type=_share_or_path, default=0.0, metavar="SHARE|SRC", help=text)
-    add("--max-broken", type=int, metavar="N", help="broken rows to leave out (default: one in a hundred)")
+    add("--max-broken", type=int, metavar="N", help="maximum number of broken rows (default: one in 100)")
     add("--chunk", type=float, default=0, help=argparse.SUPPRESS)  # in MB; used only by tests
     add("--overwrite", action="store_true", help="remove the data set in DST and start again")
     _add_processes(parser)

@@ -185,7 +185,7 @@ def _look_elsewhere(arguments: argparse.Namespace) -> list[_Rank]:
 
 
 def _rank_of(reader: RingReader) -> _Rank | None:
-    """Return the rank whose records are read by ``reader``, or None if its process has just exited."""
+    """Return the rank whose records ``reader`` reads, or None if its process has just exited."""
     number, host, pid = reader.who
     try:
         process = psutil.Process(pid)

@@ -53,7 +53,7 @@ examples:
 
 exit code: 0 if a trial was measured, 1 if not, 2 for a wrong argument, 130 after Ctrl-C"""
 _POLL, _WORTH = 0.2, 0.02  # seconds between polls; minimum relative gain
-_TURNS = 5  # runs per setting: of two equal settings, one wins all runs by chance once in C(10, 5) = 252
+_TURNS = 5  # runs per setting: of two equal settings, the second appears faster once in C(10, 5) = 252
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TF_NUM_INTRAOP_THREADS")
 _BINDS = {"off": [0], "on": [1], "both": [0, 1]}
 

@@ -90,7 +90,7 @@ class Speed:
 
     @classmethod
     def of(cls, rows: Sequence[Mapping[str, Any]]) -> Speed:
-        """Combine the measurements of one run from all ranks."""
+        """Combine all ranks' measurements of one run."""
         speeds = [row["samples"] / row["seconds"] for row in rows]
         least, mean = min(speeds), fmean(speeds)
         slowest = speeds.index(least)

@@ -135,7 +135,7 @@ def figures(
         "ranks": ranks, "hosts": len({rank["host"] for rank in found}), "cores": first["cores"],
         "threads": threads, "ranks_per_host": max(rank["local_size"] for rank in found),
         "gpus": sum(rank["gpu"] for rank in found), "images_per_second": speed,
-        "noise": 1.96 * 1.25 * spread(several) / len(several) ** 0.5 / own,  # half the 95% interval
+        "noise": 1.96 * 1.25 * spread(several) / len(several) ** 0.5 / own,  # half-width of the 95% interval
         "others": max(_others(found, host) for host in {rank["host"] for rank in found}),
         "step_seconds": seconds, "exposed_share": max(0.0, 1 - alone / own), "single_steps": first["single"],
         "efficiency": speed / ranks / (one or speed),
@@ -270,7 +270,7 @@ def _add(parser: argparse.ArgumentParser) -> None:
     add("--against", choices=("ddp",), help=text)
     add("--batch", type=positive, metavar="N", help="samples per rank and step (default: the model's)")
     add("--steps", type=positive, default=30, metavar="N", help="steps to measure (default: 30)")
-    text = "warm-up steps before each measurement (default: 5)"
+    text = "warm-up steps before the measurement (default: 5)"
     add("--warmup", type=positive, default=5, metavar="N", help=text)
     add("--image", type=positive, metavar="N", help="image size in pixels, or words per text")
     text = "data type of the computation; weights and gradients are float32 (default: float32)"

@@ -113,7 +113,7 @@ def _slots(arguments: argparse.Namespace) -> Sequence[tuple[str, int]]:
 
 
 def _probes(names: Sequence[str], quick: bool) -> list[str]:
-    """Return the probes needed by the checks ``names``, or all probes if ``names`` is empty."""
+    """Return the probes that the checks in ``names`` need, or all probes if ``names`` is empty."""
     if not names:
         return list(QUICK if quick else PROBES)
     needed = {probe for name in names for probe in CHECKS[name].needs}

@@ -69,7 +69,7 @@ def _library(host: HostFacts) -> Finding:
         return Finding(f"{facts['error']}, as {words} requires", "unset " + " ".join(overrides))
     if facts["mpi4py"] == ["own"]:
         return Finding(
-            f"{facts['error']}: it was compiled for an MPI library that is not installed here",
+            f"{facts['error']}: mpi4py was compiled for an MPI library that is not installed here",
             "pip install --force-reinstall --no-cache-dir --only-binary=:all: mpi4py",
         )
     return Finding(facts["error"], facts["fix"])

@@ -81,7 +81,7 @@ def _addresses(entries: Iterable[Any]) -> list[list[Any]]:
         [entry.address, int(ipaddress.ip_address(entry.netmask)).bit_count()]
         for entry in entries
         if entry.family in (socket.AF_INET, socket.AF_INET6) and entry.netmask
-        if not _is_loopback(entry.address) and "%" not in entry.address  # skip link-local (%eth0)
+        if not _is_loopback(entry.address) and "%" not in entry.address  # skip link-local addresses
     ]
 
 

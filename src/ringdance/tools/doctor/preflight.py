@@ -1,4 +1,4 @@
-"""Quick checks before a job starts. The agents that the job has started on its hosts run the probes."""
+"""Quick checks of a job's hosts before its ranks start. The job's agents run the probes."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ Event = tuple[str, dict[str, Any] | None, bytes]
 
 
 def _print(text: str) -> None:
-    print(f"ringdance: {text}", file=sys.stderr, flush=True)  # no subcommand: several use this
+    print(f"ringdance: {text}", file=sys.stderr, flush=True)  # shared by several commands
 
 
 @dataclass

@@ -154,7 +154,7 @@ def _load(given: argparse.Namespace, on: Instance, options: PlanOptions) -> tupl
             "measure it with `ringdance bench train --output bench.json`, and pass --from bench.json"
         )
     elif not rate:
-        raise LaunchError("--model needs a rate. Pass --images-per-second R (total of N ranks: also --of N)")
+        raise LaunchError("--model needs a rate. Pass --images-per-second R, and --of N if R is for N ranks")
     else:
         model = known[given.model]
         load = planner.from_model(model, rate, given.batch or model.batch, on, options, given.of)

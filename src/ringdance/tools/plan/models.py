@@ -26,8 +26,8 @@ class KnownModel:
         batch: Samples per rank and step with which published rates were measured.
         samples: Number of samples in the training set commonly used for the model. 0 if no such set exists.
         forward: Share of a step that the forward pass takes.
-        tensors: Number of elements of each parameter, and number of positions to which it is applied, in
-            the format of models.toml.
+        tensors: Number of elements of each parameter, and number of positions to which it is applied (0 if
+            it is not multiplied), in the format of models.toml.
     """
 
     name: str
@@ -38,7 +38,7 @@ class KnownModel:
 
     @property
     def parameters(self) -> list[tuple[int, int]]:
-        """Elements of each parameter, and positions it is applied to (0 if none), in forward order."""
+        """Each parameter's number of elements and of positions (see ``tensors``), in forward order."""
         words = list[str]()
         for row in self.tensors.strip().splitlines():
             times, _, tensors = row.rpartition(":")

@@ -37,7 +37,7 @@ PCI_EXPRESS = 10.0
 """Bandwidth in GB/s between the GPUs of a machine without NVLink."""
 _LONGEST = 1e6  # maximum duration of a step in seconds
 _PARTS = 24  # assumed number of gradients of a run, because its metrics do not include it
-_MOST_WAITING = 0.99  # as a share of a step, because samples may show nothing but waiting
+_MOST_WAITING = 0.99  # maximum share of a step, because samples within a step may show only waiting
 
 
 @dataclass(frozen=True)

@@ -118,7 +118,7 @@ class _Job:
     """State shared by the ranks in a simulated step.
 
     Attributes:
-        agreed: Number of gradients that were ready when the first rank entered each round, by round.
+        agreed: For each round, the number of gradients that were ready when the first rank entered it.
         memory: Memory shared by all arrays. Its contents are never accessed.
     """
 

@@ -64,7 +64,8 @@ def judge(run: RunMetrics, uneven: float = 0.0) -> Limit:
         return _skew(run, evidence)
     if run.size > 1 and communication >= judging.WORTH:
         return _communication(run, communication, evidence)
-    # Ranks that use fewer cores than this must be waiting. On a busy host, they may be waiting for cores.
+    # Ranks that use fewer cores than this must be waiting for something. On a busy host, where this may be a
+    # core, the threshold is lower.
     enough = judging.NO_CORES if run.in_use() > judging.BUSY else judging.IDLE_CORES
     idle = cores / max(own, judging.LEAST) < enough
     if run.gpu < judging.IDLE_GPU * own if run.gpu is not None else idle:

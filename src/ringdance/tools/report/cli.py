@@ -38,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
         epilog=_EPILOG,
     )
     add = parser.add_argument
-    text = "output directories of `ringdance run`; the page describes the last run and compares all of them"
+    text = "directory of `ringdance run --output-filename`; the page compares all and describes the last one"
     add("directories", metavar="RUN_DIR", nargs="+", type=Path, help=text)
     add("-o", "--output", type=Path, metavar="FILE", help="file (default: report.html in the last RUN_DIR)")
     add("--timeline", type=Path, metavar="FILE", help="timeline of the last run (default: one in RUN_DIR)")

@@ -168,7 +168,7 @@ def read_run(directory: Path) -> RunMetrics:
     if not files:
         what = "has no metrics-*.jsonl" if directory.is_dir() else "is not a directory"
         advice = "start the job with `ringdance run --output-filename DIR`"
-        if any(directory.glob("rank.*")):  # the job was started with this option
+        if any(directory.glob("rank.*")):  # the job used --output-filename
             advice = "its ranks have not completed a call to hvd.init()"
             outputs = [read_regular(path).strip() for path in sorted(directory.glob("rank.*/stderr"))]
             if end := next((text.splitlines()[-1] for text in outputs if text), ""):
@@ -180,7 +180,7 @@ def read_run(directory: Path) -> RunMetrics:
     for row in rows:
         last[row["rank"]] = own = processes[row["rank"], row["host"], row["pid"]]
         own.append(row)
-    # Skip files of other ranks, which hosts that have left or an earlier run may have written.
+    # Skip ranks beyond the run's final size. Their files may be from hosts that have left or an earlier run.
     known = sorted(rank for rank in last if rank < rows[-1]["size"])
     ranks = [measured for rank in known if (measured := Rank.of(last[rank]))]
     if not ranks:

@@ -249,7 +249,7 @@ class Searcher:
             trial.set_user_attr("killed", not left)
             self._waiting.append(trial.number)
             return self._say(one, f"was killed and will be restarted: {reason}")
-        self._failed += bool(code or not one.reader.values)  # NaN and inf do not count
+        self._failed += bool(code or not one.reader.values)  # NaN and inf are not counted
         trial.set_user_attr("reason", reason)
         self.study.tell(trial, "FAIL")
         self._say(one, f"failed: {reason}")
