@@ -184,11 +184,11 @@ def test_what_is_missing_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "--output-filename" in capsys.readouterr().err
     (tmp_path / "empty" / "rank.0").mkdir()  # --output-filename creates this directory
     assert report.main([str(tmp_path / "empty")]) == 2
-    assert ": its ranks have not called hvd.init()" in capsys.readouterr().err
+    assert ": its ranks have not completed a call to hvd.init()" in capsys.readouterr().err
     stderr = "Traceback (most recent call last):\n...\nModuleNotFoundError: No module named 'torchvision'\n\n"
     (tmp_path / "empty" / "rank.0" / "stderr").write_text(stderr)
     assert report.main([str(tmp_path / "empty")]) == 2
-    last = "No module named 'torchvision'\". If that is not the reason, its ranks have not called hvd.init()"
+    last = "No module named 'torchvision'\". If that is not the reason, its ranks have not completed a call to "
     assert f"a rank's stderr ends with \"ModuleNotFoundError: {last}" in capsys.readouterr().err
     still = tmp_path / "still"
     write(still, [0.1])

@@ -71,7 +71,7 @@ def test_a_file_named_like_a_library(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("")
     (tmp_path / "sound").mkdir()
     expect(
-        "shadowed-modules", Machine(), f"in place of the module {name.split('.')[0].split('/')[0]}",
+        "shadowed-modules", Machine(), f"shadows the module {name.split('.')[0].split('/')[0]}",
         usage=Usage(cwd=str(tmp_path)), sound_usage=Usage(cwd=str(tmp_path / "sound")),
     )  # fmt: skip
 

@@ -33,7 +33,7 @@ def test_a_prefix_of_another_place() -> None:
     if facts["mpi"]["family"] != "openmpi":
         pytest.skip("needs Open MPI")
     expect(
-        "mpi-prefix", Machine(env={"OPAL_PREFIX": "/opt/other"}), "OPAL_PREFIX=/opt/other, but Open MPI is in"
+        "mpi-prefix", Machine(env={"OPAL_PREFIX": "/opt/other"}), "OPAL_PREFIX=/opt/other, but Open MPI is"
     )
 
 
