@@ -241,7 +241,7 @@ def _explain_job(ranks: list[_Rank], stacks: bool) -> Iterator[str]:
         yield from (rank.stacks.splitlines() if stacks else [f"    {frame}" for frame in rank.frames])
     missing = sorted(set(range(ranks[0].size)) - {rank.number for rank in ranks})
     if missing:
-        yield f"Not seen: {_named(missing)}. They have exited, or are on hosts that -H does not list."
+        yield f"Not seen: {_named(missing)}, which may have exited, or be on hosts that -H does not list."
     yield _culprit(ranks, missing)
 
 

@@ -188,7 +188,7 @@ def test_what_is_missing_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[
     stderr = "Traceback (most recent call last):\n...\nModuleNotFoundError: No module named 'torchvision'\n\n"
     (tmp_path / "empty" / "rank.0" / "stderr").write_text(stderr)
     assert report.main([str(tmp_path / "empty")]) == 2
-    last = "No module named 'torchvision'\". If that is not the reason, its ranks have not completed a call to "
+    last = "No module named 'torchvision'\". If that is not the reason, its ranks have not completed"
     assert f"a rank's stderr ends with \"ModuleNotFoundError: {last}" in capsys.readouterr().err
     still = tmp_path / "still"
     write(still, [0.1])

@@ -142,7 +142,7 @@ def judge(speeds: Mapping[str, Speed]) -> Limit:
             f"The input is not the limit: the loader waits for the step, which processes {step:,.1f} {pace}. "
             f"The loader alone can deliver {loader:,.1f}, which is {loader / step:.1f} times as many.",
             "Make the step faster (a larger batch, 16-bit floating point, more ranks: `ringdance report` "
-            "shows what limits it), or leave the input as it is if the speed is fine.",
+            "shows what limits it). If the speed is sufficient, nothing needs to change.",
         )
     if slow:
         return Limit(

@@ -66,11 +66,11 @@ def _parser() -> Parser:
     add("--images-per-second", type=number, metavar="R", help=text)
     add("--of", type=positive, default=1, metavar="N", help="ranks that reach the rate together (default: 1)")
     add("--batch", type=positive, metavar="N", help="samples per rank and step (default: the model's)")
-    text = f"input comes from memory; otherwise, step times of GPU hosts vary by {planner.HOST_SPREAD}"
+    text = f"input comes from memory; if not, GPU hosts' step times vary by a share of {planner.HOST_SPREAD}"
     add("--synthetic", action="store_true", help=text)
     text = f"machine to plan for: a .toml file or one of {', '.join(instances())}"
     add("--instance", required=True, metavar="NAME|FILE", help=text)
-    text = "numbers of ranks (default: those that fill 1, 2, 4, ... up to 32 machines)"
+    text = "rank counts to predict (default: those that fill 1, 2, 4, ... up to 32 machines)"
     add("--np", "-np", type=counts, metavar="N,N", help=text)
     text = "ranks per machine (default: its GPUs, or as many as its cores allow)"
     add("--ranks-per-host", type=positive, default=0, metavar="N", help=text)
@@ -142,7 +142,7 @@ def _plan(given: argparse.Namespace) -> int:
 def _load(given: argparse.Namespace, on: Instance, options: PlanOptions) -> tuple[Workload, PlanOptions]:
     """Return the training step, and ``options`` with missing values filled in for known models."""
     if (given.bench is None) == (given.model is None):
-        raise LaunchError("specify what to train: --from bench.json, or --model NAME --images-per-second R")
+        raise LaunchError("pass either --from bench.json, or --model NAME --images-per-second R")
     rate, known = given.images_per_second, models()
     if given.of > 1 and not rate:
         raise LaunchError(f"--of {given.of} needs the total rate of these ranks. Pass --images-per-second R")

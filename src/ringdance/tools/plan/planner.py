@@ -208,7 +208,7 @@ def from_bench(path: Path) -> Workload:
             f"({type(error).__name__}: {error}). It may be truncated or from another version. Measure again"
         ) from None
     if not gradients or compute <= 0:
-        raise LaunchError(f"{path} has no gradients for the run on {ranks} ranks. Measure again")
+        raise LaunchError(f"{path} contains no gradients for the run on {ranks} ranks. Measure again")
     deviation = spread(single) if len(single) > 2 else 0.0
     source = (
         f"{path.name}: {model}, batch {batch}, measured on {ranks} rank{'s' * (ranks > 1)}: "

@@ -56,7 +56,7 @@ def judge(run: RunMetrics, uneven: float = 0.0) -> Limit:
         )  # fmt: skip
     if run.size > 1 and uneven >= max(judging.WORTH, communication, skew) and run.in_use() < judging.BUSY:
         return Limit(
-            "skew", "Ranks wait for each other, each time for a different one.",
+            "skew", "Ranks wait for each other, but for a different rank each time.",
             "Give all ranks the same amount of work in each step, for example samples of similar length, and "
             "give each rank its own cores.", evidence,
         )  # fmt: skip
@@ -96,7 +96,7 @@ def _evidence(run: RunMetrics, communication: float, uneven: float, own: float) 
     if (steps := min(rank.steps for rank in run.ranks)) < _FEW:
         evidence.append(f"Based on only {steps} step{'s' * (steps > 1)} per rank. A longer run says more.")
     if uneven >= 0.01:
-        text = f"Uneven steps: all ranks wait {uneven:.0%} of the time, each time for a different rank."
+        text = f"Uneven steps: all ranks wait {uneven:.0%} of the time, for a different rank each time."
         evidence.insert(1, text)
     return evidence
 

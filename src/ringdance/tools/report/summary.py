@@ -228,7 +228,7 @@ def _sentence(steps: Sequence[dict[str, Any]], hosts: Mapping[int, str]) -> str:
             f"{behind * 1000:.3g} ms of {whole * 1000:.3g}: the others wait for it."
         )
     if len(hosts) > 1 and len(late) > _OFTEN * len(steps):
-        return f"Ranks take turns at being late, in {len(late) / len(steps):.0%} of the steps."
+        return f"Different ranks take turns being late, in {len(late) / len(steps):.0%} of the steps."
     return f"No rank is late. Waiting for exchanges takes {exposed / (whole or 1.0):.0%} of a step."
 
 

@@ -54,7 +54,7 @@ def places(hosts: HostList, ranks: int) -> list[Place]:
     slots = [(host, number) for host, count in hosts for number in range(count - count % ranks)]
     slots += [(host, number) for host, count in hosts for number in range(count - count % ranks, count)]
     if len(slots) < ranks:
-        fix = f"Use fewer ranks per trial, --ranks-per-trial {len(slots)}, or more hosts, -H h1:4,h2:4"
+        fix = f"Pass --ranks-per-trial {len(slots)}, or more hosts, such as -H h1:4,h2:4"
         raise LaunchError(f"a trial needs {ranks} slots, but the hosts have only {len(slots)}. {fix}")
     return [slots[first : first + ranks] for first in range(0, len(slots) - ranks + 1, ranks)]
 
