@@ -6,9 +6,9 @@ import pytest
 from breaking import Machine, breaks, expect
 
 VARIABLES = [
-    ("threads", {"OMP_NUM_THREADS": "640"}, "OMP_NUM_THREADS=640 with 1 rank makes 640"),
+    ("threads", {"OMP_NUM_THREADS": "640"}, "OMP_NUM_THREADS=640 with 1 rank starts 640"),
     ("visible-devices", {"CUDA_VISIBLE_DEVICES": "777"}, "CUDA_VISIBLE_DEVICES=777, but"),
-    ("interface-named", {"NCCL_SOCKET_IFNAME": "ib7"}, "NCCL_SOCKET_IFNAME=ib7, but the"),
+    ("interface-named", {"NCCL_SOCKET_IFNAME": "ib7"}, "NCCL_SOCKET_IFNAME=ib7, but this host"),
     ("interface-named", {"OMPI_MCA_btl_tcp_if_include": "eth77"}, "OMPI_MCA_btl_tcp_if_include=eth77, "
                                                                   "but the"),
     ("mpi-library", {"MPI4PY_LIBMPI": "/no/libmpi.so"}, "finds no MPI library"),
