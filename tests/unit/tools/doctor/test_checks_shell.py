@@ -10,7 +10,7 @@ VARIABLES = [
     ("visible-devices", {"CUDA_VISIBLE_DEVICES": "777"}, "CUDA_VISIBLE_DEVICES=777, but"),
     ("interface-named", {"NCCL_SOCKET_IFNAME": "ib7"}, "NCCL_SOCKET_IFNAME=ib7, but this host"),
     ("interface-named", {"OMPI_MCA_btl_tcp_if_include": "eth77"}, "OMPI_MCA_btl_tcp_if_include=eth77, "
-                                                                  "but the"),
+                                                                  "but this host"),
     ("mpi-library", {"MPI4PY_LIBMPI": "/no/libmpi.so"}, "finds no MPI library"),
     ("mpi-library", {"MPI4PY_LIBMPI": "/no/libmpi.so"}, "as MPI4PY_LIBMPI=/no/libmpi.so requires"),
     ("temporary-folder", {"TMPDIR": "/no/such"}, "TMPDIR=/no/such does not exist"),
