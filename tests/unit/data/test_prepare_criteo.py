@@ -294,7 +294,7 @@ def test_files_of_others_are_never_removed(prepared, tmp_path, capsys):
 
 def test_a_validation_that_is_nothing_says_what_it_may_be(capsys):
     assert main(["prepare", "criteo", "a", "b", "--validation", "nowhere"]) == 2
-    assert "--validation: 'nowhere' is not a file, directory or share" in capsys.readouterr().err
+    assert "--validation: 'nowhere' is neither an existing file or directory nor" in capsys.readouterr().err
 
 
 def test_info_and_verify(source, tmp_path, capsys):

@@ -114,7 +114,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Result:
-    """The outcome of one check on one or more hosts.
+    """The result of one check on one or more hosts.
 
     Attributes:
         check: Name of the check.
@@ -181,7 +181,7 @@ def limit(
         wrong: Returns True if the fact is a problem on the host.
         fix: One line that says how to fix the problem.
         problem: Sentence to use instead of ``text`` if there is a problem. Default: ``text``.
-        applies: Returns False if the check does not apply to the host.
+        applies: Returns False if the check does not apply to the host. Default: always True.
     """
 
     def judge(host: HostFacts) -> Finding | None:
@@ -219,7 +219,7 @@ def outliers(values: Mapping[str, str], fix: str, what: str = "") -> Iterator[Fi
     Args:
         values: Values by host. If several values are equally common, the first counts as the most common.
         fix: One line that says how to resolve a difference.
-        what: Name of the value. In the findings, it is written before the value.
+        what: Name of the value, which precedes the value in the findings.
     """
     counts = Counter(values.values())
     common = max(counts, key=lambda value: counts[value])

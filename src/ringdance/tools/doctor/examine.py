@@ -68,7 +68,7 @@ def collect(
 
 
 def _sample(hosts: Sequence[str], host: str) -> tuple[str, ...]:
-    """Return the hosts whose names ``host`` must resolve: ``host`` itself and the hosts that follow it."""
+    """Return the hosts whose names ``host`` must resolve: ``host`` itself and the next ``_NAMES`` hosts."""
     at = hosts.index(host) if host in hosts else 0
     return tuple([*hosts, *hosts][at : at + min(len(hosts), _NAMES + 1)])
 
@@ -122,7 +122,7 @@ def _compared(check: Check, hosts: Hosts) -> Iterable[Result]:
 
 
 def _failure(check: Check, host: HostFacts) -> str | None:
-    """Return why a required probe failed, "" if one was not run, or None if all required probes succeeded."""
+    """Return why a required probe failed, "" if one was not run, or None if all of them succeeded."""
     for probe in check.needs:
         if probe not in host.facts:
             return ""

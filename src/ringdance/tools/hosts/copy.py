@@ -37,7 +37,7 @@ class Outcome:
         problem: Reason why the copy to this host was aborted, or "" if it was not aborted.
         bad: Descriptions of problems with individual files.
         files: Number of files written.
-        there: Number of files that were already up to date.
+        there: Number of files that were already up to date on this host.
         bytes: Number of bytes written.
         kept: Number of bytes reused from an interrupted copy.
     """
@@ -112,7 +112,7 @@ class Copy:
             if not left:
                 break
         for host in left:
-            self._fail(host, "the previous host repeatedly lost the connection to this host. Try --direct")
+            self._fail(host, "the previous host repeatedly lost its connection to this host. Pass --direct")
         self._ask("over", self._hosts.connected)
         return self.outcomes
 
@@ -153,7 +153,7 @@ class Copy:
                 needed, free = source.size - state.done, begun[host]["free"]
                 if needed and needed + _RESERVE > free:
                     self._fail(
-                        host, f"needs {decimal(needed)}, but {source.root} has only {decimal(free)} free"
+                        host, f"files need {decimal(needed)}, but {source.root} has only {decimal(free)} free"
                     )
         self._show()
 
@@ -244,7 +244,7 @@ class Copy:
             outcome.bad.append(f"{self._files[file].path}: {message['problem']}")
 
     def _cut(self, host: str, behind: bool) -> None:
-        """Schedule another round for a host and its successors, or only for the successors if ``behind``."""
+        """Schedule another round for a host and its successors, or for the successors alone if ``behind``."""
         for chain in self._chains:
             if host in chain:
                 for other in chain[chain.index(host) + behind :]:

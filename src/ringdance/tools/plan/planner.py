@@ -30,14 +30,14 @@ input do not have this deviation.
 TCP_SHARE = 0.94
 """Share of the network bandwidth that remains after Ethernet, IP and TCP headers (1,500-byte packets)."""
 NCCL_SHARE = 0.8
-"""Share of the network bandwidth that NCCL's all-reduce reaches. Fitted, see the page about ``plan``."""
+"""Share of the network bandwidth that NCCL's all-reduce reaches. Fitted to published runs."""
 NCCL_ROUND = 1e-3
 """Seconds per negotiation round between ranks with GPUs."""
 PCI_EXPRESS = 10.0
 """Bandwidth in GB/s between the GPUs of a machine without NVLink."""
-_LONGEST = 1e6  # seconds per step
-_PARTS = 24  # assumed number of gradients, because the metrics of a run do not include it
-_MOST_WAITING = 0.99  # share of a step; samples taken during a step may show only waiting
+_LONGEST = 1e6  # maximum duration of a step in seconds
+_PARTS = 24  # assumed number of gradients of a run, because its metrics do not include it
+_MOST_WAITING = 0.99  # maximum share of a step, because samples within a step may show only waiting
 
 
 @dataclass(frozen=True)
@@ -79,13 +79,13 @@ class Workload:
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """A plan's assumptions about anything except the training step and the machine type.
+    """A plan's assumptions, except those about the training step and the machine type.
 
     Attributes:
-        ranks_per_host: Ranks per host. 0 means one rank per GPU, or as many ranks as the cores allow.
-        wire: Data type in which gradients are sent.
+        ranks_per_host: Ranks per host. If 0, one rank per GPU, or as many ranks as the cores allow.
+        wire: Wire dtype of the gradients.
         samples: Samples per epoch. 0 if unknown.
-        epochs: Number of epochs to train. 0 means that the curve determines it.
+        epochs: Number of epochs to train. 0 if ``curve`` determines it.
         curve: Convergence curve that determines the number of epochs. None if ``epochs`` applies.
         host_spread: Standard deviation of a host's step time, as a share of the step time. All ranks on a
             host deviate together.
@@ -110,7 +110,7 @@ class PlanOptions:
 
 @dataclass(frozen=True)
 class Row:
-    """The prediction for one number of ranks. Costs are in dollars. None means unknown.
+    """The prediction for one rank count. Costs are in dollars. Unknown values are None.
 
     Attributes:
         efficiency: Speed per rank, relative to the speed of a single rank.
@@ -141,8 +141,8 @@ def from_model(
         rate: Total samples per second on ``of`` ranks.
         batch: Samples per rank and step.
         on: Machine type.
-        options: Options of the plan. Only the ranks per host and the data type on the wire are used.
-        of: Number of ranks with which the rate was reached.
+        options: Options of the plan. Only the ranks per host and the wire dtype are used.
+        of: Number of ranks that reached this rate together.
     """
     seconds = batch * of / rate
     source = f"{model.name}: {rate:,.5g} samples/s on {of} rank{'s' * (of > 1)}, batch {batch}, as specified."
@@ -168,12 +168,13 @@ def reached(load: Workload, seconds: float, on: Instance, options: PlanOptions) 
         if abs(factor - 1) < 1e-4 or prediction.exposed_seconds >= seconds:
             break
         load = load.slower(factor)
-    if abs(factor - 1) < 0.02:  # the prediction may jump by one round of agreement
+    if abs(factor - 1) < 0.02:  # predictions may differ by a negotiation round
         return load
     raise LaunchError(
-        f"{load.batch * load.ranks / seconds:,.5g} samples/s on {load.ranks} ranks mean {seconds:.3g} s per "
-        f"step, but on {on.name} its exchanges alone take {prediction.exposed_seconds:.3g} s. Pass a rate "
-        "on fewer ranks, the data type sent (--wire) or the bandwidth of the network used (--gbits)"
+        f"{load.batch * load.ranks / seconds:,.5g} samples/s on {load.ranks} ranks correspond to "
+        f"{seconds:.3g} s per step, but on {on.name} the exchanges alone take "
+        f"{prediction.exposed_seconds:.3g} s. Pass the rate on fewer ranks, or the wire dtype (--wire) or "
+        "bandwidth (--gbits) with which it was measured"
     )
 
 
@@ -203,11 +204,11 @@ def from_bench(path: Path) -> Workload:
             raise ValueError("a number is out of range")
     except NO_FORMAT as error:
         raise LaunchError(
-            f"{path} is not a measurement of `ringdance bench train --output FILE` ({type(error).__name__}: "
-            f"{error}). It may be truncated or from another version. Measure again"
+            f"{path} is not a measurement from `ringdance bench train --output FILE` "
+            f"({type(error).__name__}: {error}). It may be truncated or from another version. Measure again"
         ) from None
     if not gradients or compute <= 0:
-        raise LaunchError(f"{path} has no gradients for the run on {ranks} ranks. Measure again")
+        raise LaunchError(f"{path} contains no gradients for the run on {ranks} ranks. Measure again")
     deviation = spread(single) if len(single) > 2 else 0.0
     source = (
         f"{path.name}: {model}, batch {batch}, measured on {ranks} rank{'s' * (ranks > 1)}: "
@@ -237,7 +238,9 @@ def from_run(directory: Path, batch: int) -> Workload:
     compute = step * (1 - min(_MOST_WAITING, run.waiting.communication))
     size = int(last["bytes"] / last["steps"]) // _PARTS
     if not size:
-        raise LaunchError(f"{directory} has no gradients. A plan needs a run on at least two ranks")
+        raise LaunchError(
+            f"{directory} contains no gradient exchanges. A plan needs a run on at least two ranks"
+        )
     shares = (FORWARD + (1 - FORWARD) * part / _PARTS for part in range(1, _PARTS + 1))
     gradients = [(size, compute * share) for share in shares]
     deviation = max(0.0, run.waiting.skew) * step / expected_largest(max(2, run.size))
@@ -276,7 +279,7 @@ def machine(load: Workload, on: Instance, per_host: int) -> Machine:
 
 
 def predict(load: Workload, on: Instance, ranks: int, options: PlanOptions) -> Row:
-    """Predict a training run on ``ranks`` ranks, rounded up to whole machines if one is not enough.
+    """Predict a training run on ``ranks`` ranks, rounded up to whole machines if it needs more than one.
 
     All ranks wait for the slowest rank, so the step is simulated at the pace of the slowest rank.
     """

@@ -19,8 +19,8 @@ STOP = ".stop"
 def report(value: float, step: int | None = None) -> None:
     """Report the objective's value to ``ringdance search``. Does nothing outside a search.
 
-    Only rank 0 reports a value. On other ranks, the call returns immediately. Call this function once at the
-    end of training, or after each epoch so that the search can prune unpromising trials.
+    Only rank 0 reports a value. On other ranks, the call has no effect. Call this function once at the end of
+    training, or after each epoch, so that the search can prune unpromising trials.
 
     Args:
         value: Objective value: a number or anything ``float()`` accepts, such as a one-element tensor.
@@ -42,4 +42,4 @@ def report(value: float, step: int | None = None) -> None:
         text = f"{os.path.dirname(target)} is missing on {os.uname().nodename}, where this rank runs. Run "
         raise FileNotFoundError(f"{text}`ringdance search` with a --study that all hosts share") from None
     if os.path.exists(target + STOP):
-        raise SystemExit("ringdance search: this trial is pruned")
+        raise SystemExit("ringdance search: this trial has been pruned")

@@ -54,7 +54,7 @@ def places(hosts: HostList, ranks: int) -> list[Place]:
     slots = [(host, number) for host, count in hosts for number in range(count - count % ranks)]
     slots += [(host, number) for host, count in hosts for number in range(count - count % ranks, count)]
     if len(slots) < ranks:
-        fix = f"Use fewer ranks per trial, --ranks-per-trial {len(slots)}, or more hosts, -H h1:4,h2:4"
+        fix = f"Pass --ranks-per-trial {len(slots)}, or more hosts, such as -H h1:4,h2:4"
         raise LaunchError(f"a trial needs {ranks} slots, but the hosts have only {len(slots)}. {fix}")
     return [slots[first : first + ranks] for first in range(0, len(slots) - ranks + 1, ranks)]
 
@@ -123,7 +123,7 @@ class Searcher:
     environ: Mapping[str, str]
     grace: float
     _signals: int = 0
-    # The lock protects the next two fields and the study. It is not held while a trial's reports are read.
+    # Protects the next two fields and the study. Not held while a trial's reports are being read.
     _waiting: list[int] = field(default_factory=list)  # numbers of trials to restart
     _failed: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -164,7 +164,7 @@ class Searcher:
             while attempt := self._next():
                 self._run(attempt, place)
         except BaseException:
-            self._signals += 1  # tells the other threads to end
+            self._signals += 1  # makes the other threads end
             raise
 
     def _next(self) -> Attempt | None:
@@ -232,7 +232,7 @@ class Searcher:
     def _finish(self, one: Attempt, left: bool = False) -> None:
         """Record how a trial ended. A killed trial is restarted once.
 
-        A trial left behind by a killed searcher (``left``) is always restarted if it was killed, too.
+        A killed trial that an earlier searcher left behind (``left``) is always restarted.
         """
         code, trial = one.code() or 0, one.trial
         self._passed_on(one, ended=True)
@@ -248,8 +248,8 @@ class Searcher:
         if 128 < code <= 128 + signal.SIGRTMAX and (left or not trial.user_attrs.get("killed")):
             trial.set_user_attr("killed", not left)
             self._waiting.append(trial.number)
-            return self._say(one, f"was killed and will start again: {reason}")
-        self._failed += bool(code or not one.reader.values)  # a high lr can cause NaN and inf
+            return self._say(one, f"was killed and will be restarted: {reason}")
+        self._failed += bool(code or not one.reader.values)  # NaN and inf are not counted
         trial.set_user_attr("reason", reason)
         self.study.tell(trial, "FAIL")
         self._say(one, f"failed: {reason}")
