@@ -344,7 +344,7 @@ def test_index_of_files_in_directories(tmp_path: Path, capfd: pytest.CaptureFixt
     assert main(["index", str(tmp_path), "--files", "*/*.tar"]) == 0
     assert Dataset.open(tmp_path, "validation").read(0) == JPG
     assert main(["index", str(tmp_path), "--files", "/*.tar"]) == 2
-    assert "Use a pattern of names" in capfd.readouterr().err
+    assert "Use a pattern that is relative to" in capfd.readouterr().err
 
 
 def images(*names: str) -> Make:

@@ -176,7 +176,7 @@ def test_what_would_be_lost_or_taken_twice_is_refused(source, tmp_path, capsys, 
         day.unlink()
     empty = tmp_path / "empty"
     empty.touch()
-    assert "empty is not a click-log file, judging by its first bytes: it is empty" in refused(empty, out)
+    assert "empty does not start with rows of a click log: it is empty" in refused(empty, out)
     for number, data in enumerate((packed[:5], packed[:-9], b"no gzip", packed[:-9] + b"x" * 9)):
         path = tmp_path / f"{number}.gz"
         path.write_bytes(data)
@@ -213,7 +213,7 @@ def test_a_source_that_changes_meanwhile_is_refused(source, prepared, tmp_path, 
 
         monkeypatch.setattr(shuffle, "parse", changing)
         assert prepare(path, out, "--chunk", 0.2) == 2
-        assert f"{path} has changed since the start" in capsys.readouterr().err
+        assert f"{path} changed during the run" in capsys.readouterr().err
         assert not list(out.glob(".prepare/unit.*" if format != "csv" else ".prepare/unit.0.0.*"))
 
 
