@@ -206,7 +206,7 @@ def parse(
         broken.append((row, str(result)))
         if len(broken) > max(allowed, total // _SHARE):
             raise ArgumentError(
-                f"{file.path}: at least {len(broken)} of {total} rows are broken. Last error: {result}. "
+                f"{file.path}: more than {len(broken) - 1} of {total} rows are broken. Last error: {result}. "
                 f"If the file's format is indeed {file.format}, increase --max-broken."
             )
     return Rows.joined(good, fields), np.concatenate(numbers), broken

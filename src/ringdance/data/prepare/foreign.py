@@ -111,7 +111,7 @@ def index(given: argparse.Namespace) -> int:
     detected = int(lowest > 0 and all(file.from_one for file in every))
     first = detected if given.first_label is None else given.first_label
     if lowest < first:
-        raise ArgumentError(f"{directory} has the label {lowest}, but --first-label is {first}. Omit the option.")
+        raise ArgumentError(f"{directory} has the label {lowest}, but --first-label is {first}. Omit it.")
     synsets = {label - first: name for file in every for label, name in file.synsets.items()}
     classes = max(row[3] for file in every for row in file.rows) - first + 1
     names = [synsets.get(label, str(label)) for label in range(classes)]

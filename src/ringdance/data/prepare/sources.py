@@ -130,7 +130,7 @@ def _place(source: Path, split: str) -> Path | None:
         names = sorted(os.listdir(parent)) if parent.is_dir() else []  # listdir includes broken links
         matches = [name for name in names if name.lower() in SPLITS[split]]
         if len(matches) > 1:
-            raise ArgumentError(f"{parent} has {' and '.join(matches)}. Rename all but one of them.")
+            raise ArgumentError(f"{parent} has {' and '.join(matches)}. Only one can be {split}. Rename one.")
         if matches or _TARS[split] in names:
             return parent / (matches or [_TARS[split]])[0]
     return None
