@@ -550,7 +550,7 @@ def test_wrong_arguments() -> None:
         with pytest.raises(ArgumentError):
             Loader(data, **options)
     loader = Loader(data, 1)
-    with pytest.raises(ArgumentError, match="has only 3 samples"):
+    with pytest.raises(ArgumentError, match="for a data set of 3 samples"):
         loader.set_epoch(0, 4)
 
 

@@ -176,7 +176,7 @@ def test_what_would_be_lost_or_taken_twice_is_refused(source, tmp_path, capsys, 
         day.unlink()
     empty = tmp_path / "empty"
     empty.touch()
-    assert "empty does not start with rows of a click log: it is empty" in refused(empty, out)
+    assert "empty is not a click log (it is empty)" in refused(empty, out)
     for number, data in enumerate((packed[:5], packed[:-9], b"no gzip", packed[:-9] + b"x" * 9)):
         path = tmp_path / f"{number}.gz"
         path.write_bytes(data)

@@ -83,7 +83,7 @@ class SourceFile:
                 fields = formats.FORMATS[format].fields(data[header:])
         except (RowError, ValueError, IndexError, struct.error) as error:
             raise ArgumentError(
-                f"{path} does not start with rows of a click log: {error}. Leave out or replace this file."
+                f"{path} is not a click log ({error}). Leave it out or replace it."
             ) from None
         return cls(str(path), group, format, fields, header, about.st_size, about.st_mtime_ns, crc32c)
 
@@ -181,7 +181,7 @@ def _of_parquet(path: Path, size: int) -> Iterator[tuple[bytes, float]]:
             csv.write_csv(batch.select(order), text, options)
             yield text.getvalue(), batch.num_rows / file.metadata.num_rows
     except (ValueError, LookupError, NotImplementedError, OSError) as error:
-        raise ArgumentError(f"{path} has no readable columns label, I1, ..., C26: {error}") from None
+        raise ArgumentError(f"{path} is damaged or lacks a column (label, I1, ..., C26): {error}") from None
 
 
 def parse(
