@@ -113,7 +113,7 @@ class Batches:
         self.plan.set_epoch(epoch, position)
 
     def position_after(self, batches: int) -> int:
-        """Return the ``position`` after this many batches, counted from the one passed to ``set_epoch``."""
+        """Return the ``position`` after ``batches`` batches, starting where ``set_epoch`` did."""
         return self.plan.position_after(batches)
 
     def __len__(self) -> int:
@@ -125,7 +125,7 @@ class Batches:
         return map(self.convert, self.batches())
 
     def parts(self, epoch: Epoch) -> Iterator[Any]:
-        """Yield the arguments for ``prepare``. By default, each part of an epoch is one batch."""
+        """Yield the parts of an epoch, to be passed to ``prepare``. By default, a part is one batch."""
         return epoch.plan.batches()
 
     def prepare(self, epoch: Epoch, part: Any) -> Wait:

@@ -103,7 +103,7 @@ def read_npy(path: Path) -> np.ndarray[Any, Any]:
         array: np.ndarray[Any, Any] = np.lib.format.open_memmap(path, mode="r")
     except (OSError, ArgumentError):
         raise
-    except Exception as error:  # numpy parses the header as Python code, which may raise anything
+    except Exception as error:  # NumPy raises many kinds of exceptions for a damaged header
         raise damaged(path, " ".join(str(error).split())) from None
     if array.ndim != 1:
         raise damaged(path, f"its array has {array.ndim} dimensions instead of one")

@@ -92,8 +92,8 @@ class Loader(ImageBatches):
     """Yields batches of decoded images. Each iteration yields the rest of the current epoch.
 
     Args:
-        dataset: A ``ringdance.data.Dataset``, or any object with ``len()``, ``read`` and ``rows["label"]`` of
-            the same meaning. For ``read_bytes``, the object also needs ``files`` and ``will_need``.
+        dataset: A ``ringdance.data.Dataset``, or any object that supports ``len()``, ``read`` and
+            ``rows["label"]`` in the same way, and for ``read_bytes`` also ``files`` and ``will_need``.
         batch_size: Images per batch on each rank.
         image_size: Height and width, in pixels.
         augment: If True, crop and flip each image at random. Otherwise, crop it around the center.
@@ -109,7 +109,7 @@ class Loader(ImageBatches):
         drop_last: If True, skip an epoch's last global batch if it is short, because a step with few
             samples has a noisy gradient at the full learning rate. Which samples are skipped depends on the
             epoch's order.
-        read_bytes: Bytes of adjacent images to read at once if shuffled. See Note [Order by pieces].
+        read_bytes: Size of each read in bytes if the order is shuffled. See Note [Order by pieces].
             If 0, each image is read separately, and all orders are equally likely. Defaults to 2 MiB for
             data sets larger than 16 GiB, which may not fit in memory, and to 0 for smaller ones.
 
@@ -150,7 +150,7 @@ class Loader(ImageBatches):
     thread_name = "ringdance-decode"
 
     def parts(self, epoch: Epoch) -> Iterator[Any]:
-        """Yield the arguments for ``prepare``. A batch's pieces are requested a few batches in advance."""
+        """Yield the epoch's batches, to be passed to ``prepare``. Starts to read later batches in advance."""
         waiting: deque[Any] = deque()
         requested: set[int] = set()
         for part in epoch.plan.batches():
@@ -247,8 +247,8 @@ class Synthetic:
 class SyntheticLoader(ImageBatches):
     """Like ``Loader``, but without a data set. Use it to try out or time a training script.
 
-    All batches share one array of random pixels. The sample numbers, weights and positions are those of a
-    data set with ``samples`` images.
+    All batches share one array of random pixels. The sample numbers, weights and positions are the
+    same as for a data set with ``samples`` images.
 
     Args:
         samples: Samples per epoch.

@@ -72,5 +72,5 @@ def _fix(error: OSError) -> str:
             f"Raise the limit, or look in /proc/{os.getpid()}/fd to see which files are open."
         )
     if error.errno == errno.ENOENT:
-        return "The index lists it. Is the copy of the data complete?"
-    return "The index lists it. Can this user read it on this host?"
+        return "The index lists this file. Check whether the data set was copied completely."
+    return "The index lists this file. Check whether this user may read it on this host."

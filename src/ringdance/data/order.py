@@ -197,7 +197,7 @@ def check_positive(**counts: int) -> None:
 
 
 class Draws:
-    """Generates random numbers for one sample, regardless of its rank, thread or batch.
+    """Generates random numbers for one sample that do not depend on the rank, the thread or the batch.
 
     The numbers come from a hash (SplitMix64) of the seed, the epoch and the sample, because seeding a NumPy
     generator takes as long as resizing a small image.

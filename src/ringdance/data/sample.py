@@ -1,4 +1,4 @@
-"""The input of functions that write data sets."""
+"""An image with its metadata, the input of functions that write data sets."""
 
 from __future__ import annotations
 

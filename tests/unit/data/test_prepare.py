@@ -166,7 +166,7 @@ def test_unusual_images_are_converted_and_broken_ones_listed(tmp_path, capfd):
     assert prepare(tmp_path / "src", tmp_path / "dst", "--max-broken", 2) == 2
     assert "too many broken items: 3 of 21 images of train" in capfd.readouterr().err
     assert not (tmp_path / "dst/train.json").exists()
-    for _ in ("written", "complete since an earlier run"):
+    for _ in ("written", "already complete"):
         assert prepare(tmp_path / "src", tmp_path / "dst", "--max-broken", 3) == 3
     lines = [line.split("\t") for line in (tmp_path / "dst/train.problems.tsv").read_text().splitlines()]
     assert {(kind, name.partition("/")[2]) for kind, name, _ in lines} == {
@@ -240,7 +240,7 @@ def test_an_image_that_changed_at_equal_size_is_noticed(tmp_path, capfd):
     capfd.readouterr()
     assert prepare(tmp_path / "src", tmp_path / "dst", "--shards", 3) == 0
     stderr = capfd.readouterr().err
-    assert "train: files with its images were changed or copied again since\ntrain: complete since" in stderr
+    assert "train: files with its images were changed or copied again since\ntrain: already" in stderr
     (tmp_path / "dst/train.json").unlink()  # as if the run had been interrupted
     assert prepare(tmp_path / "src", tmp_path / "dst", "--shards", 3) == 2
     assert "started differently. Now: files with its images were changed or copied" in capfd.readouterr().err

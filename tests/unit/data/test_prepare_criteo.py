@@ -117,7 +117,7 @@ def test_broken_lines(tmp_path, lines, capsys):
     error = capsys.readouterr().err
     assert "more than --max-broken 2" in error or "--max-broken" in error
     assert prepare(*words, "--max-broken", 3) == 3
-    assert prepare(*words, "--max-broken", 3) == 3, "complete since an earlier run"
+    assert prepare(*words, "--max-broken", 3) == 3, "already complete"
     assert len(rows(tmp_path / "out")) == 297
     listed = (tmp_path / "out/problems.tsv").read_text().splitlines()
     assert [line.split("\t")[:2] for line in listed] == [[str(path), n] for n in ("101", "201", "300")]

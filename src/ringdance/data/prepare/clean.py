@@ -104,7 +104,7 @@ def _converted(data: bytes, resize: int, problem: str) -> Cleaned:
                 note = problem if image.format == "JPEG" else f"{image.format} instead of JPEG"
                 needed("PIL.ImageOps").exif_transpose(image, in_place=True)
                 rgb = images.as_rgb(image)
-    except Exception as error:  # Pillow raises many kinds, and some messages contain an address
+    except Exception as error:  # many kinds, some of which contain an object's address
         text = re.sub(r" <_io.BytesIO object at \w+>", "", str(error))
         raise BrokenImage(f"{problem}; {text}" if data[:2] == b"\xff\xd8" else text) from None
     width, height = rgb.size

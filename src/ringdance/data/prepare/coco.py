@@ -233,11 +233,11 @@ def run_lengths(text: str) -> list[int]:
     return lengths
 
 
-_LARGEST = 1e15  # numbers must be smaller; NaN is rejected, too
+_LARGEST = 1e15  # limit for coordinates and areas, which also rejects NaN
 
 
 def _numbers(values: Any, count: int) -> bool:
-    """Return True if ``values`` is a list of ``count`` numbers, none of them NaN or 1e15 or more."""
+    """Return True if ``values`` is a list of ``count`` numbers whose magnitude is below ``_LARGEST``."""
     return (
         isinstance(values, list) and len(values) == count
         and all(isinstance(value, int | float) and abs(value) < _LARGEST for value in values)

@@ -120,7 +120,7 @@ def prepare(given: argparse.Namespace) -> int:
             for split in SPLITS:
                 if (destination / f"{split}.json").exists():
                     check_sizes(destination, Table.open(destination, split).files)
-            say("complete since an earlier run; --overwrite writes it again")
+            say("already complete. Use --overwrite to write it again.")
             return plans.listed(destination / _PROBLEMS, b"\n")
         write_whole(plans.state(destination) / "criteo.json", json.dumps(asdict(plan)).encode())
         say(f"Pass 1 of 2: parse and sort {amount(len(files), 'file')}")
@@ -199,8 +199,8 @@ def _begin_or_resume(destination: Path, plan: ShufflePlan, overwrite: bool) -> N
     present = {path.name for split in SPLITS for path in destination.glob(f"{split}-*-of-*.*")}
     if others := sorted(present - own):
         raise ArgumentError(
-            f"{destination} contains {len(others)} files that do not belong to any index or unfinished run "
-            f"of this command, such as {others[0]}. Choose another DST, or move or delete these files."
+            f"{destination} contains files that do not belong to any index or unfinished run of this "
+            f"command, such as {others[0]} ({len(others)} in total). Move or delete them, or change DST."
         )
     for name in (*present, *(f"{split}.{end}" for split in SPLITS for end in ("json", "npy"))):
         (destination / name).unlink(missing_ok=True)

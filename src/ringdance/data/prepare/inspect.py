@@ -44,7 +44,7 @@ def verify(directory: Path, decode: bool) -> int:
         print(f"{data.split}: {checked} of {where}, {decimal(size)}")
         if isinstance(data, Dataset):
             data.close()
-    print(amount(wrong, "problem") if wrong else "all is well")
+    print(amount(wrong, "problem") if wrong else "no problems found")
     if wrong:
         hint = "Copy damaged files again, or run `ringdance data prepare` with --overwrite."
         print(hint, file=sys.stderr)

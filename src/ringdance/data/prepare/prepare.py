@@ -67,7 +67,7 @@ def prepare(given: argparse.Namespace) -> int:
             plan.remove_state(destination, keep=f"{plan.split}.json")
             check_sizes(destination, Dataset.open(destination, plan.split).files)
             left_out += plans.listed(destination / f"{plan.split}.problems.tsv", b"left out\t")
-            say(f"{plan.split}: complete since an earlier run; --overwrite writes it again")
+            say(f"{plan.split}: already complete. Use --overwrite to write it again.")
         if stored:
             _write(destination, stored, given.num_proc)
         return left_out + sum(_close(destination, plan, given.max_broken) for plan in stored)

@@ -130,7 +130,9 @@ def _place(source: Path, split: str) -> Path | None:
         names = sorted(os.listdir(parent)) if parent.is_dir() else []  # listdir includes broken links
         matches = [name for name in names if name.lower() in SPLITS[split]]
         if len(matches) > 1:
-            raise ArgumentError(f"{parent} has {' and '.join(matches)}. Only one can be {split}. Rename one.")
+            raise ArgumentError(
+                f"{parent} has {' and '.join(matches)}, but only one can be {split}. Rename the others."
+            )
         if matches or _TARS[split] in names:
             return parent / (matches or [_TARS[split]])[0]
     return None

@@ -40,7 +40,7 @@ def run_tasks(
             else:
                 _run_in_pool(work, tasks, min(processes, len(tasks)), progress)
     except BaseException:
-        say("Stopped. The same command resumes: complete files are not written again.")
+        say("Stopped. The same command resumes the run and keeps all complete files.")
         raise
 
 
@@ -64,7 +64,7 @@ def _run_in_pool(
 
 
 def _begin() -> None:
-    """Initialize a worker process: it exits when its parent does, and without a traceback on Ctrl-C."""
+    """Make a worker process exit when its parent does, and without a traceback on Ctrl-C."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     parent = multiprocessing.parent_process()
     assert parent is not None
