@@ -543,7 +543,7 @@ def test_a_tar_that_was_cut_is_named(tmp_path, capfd, layout):
         path = tmp_path / "src/train" / f"{CLASSES[1]}.tar"
     path.write_bytes(path.read_bytes()[:900])
     assert prepare(tmp_path / "src", tmp_path / "dst", "--split", "train") == 2
-    assert f"{path}: unexpected end of data. Is the download complete?" in capfd.readouterr().err
+    assert f"{path} is damaged or incomplete: unexpected end of data" in capfd.readouterr().err
 
 
 def test_records_of_others_whose_classes_have_no_name(tmp_path):

@@ -207,9 +207,9 @@ def test_broken_lines_are_named(tables, tmp_path):
     assert svm(b"1 3:1") == pairs + "1 pairs"
     assert svm(b"1 3:1 4:1 5:1") == pairs + "3 pairs"
     assert svm(b"1 3:1 4:y") == "libsvm, line 301: column value 2: invalid value 'y'"
-    beyond = "is beyond the table: expected 0 to 100002"
-    assert svm(b"1 3:1 100004:1") == f"libsvm, line 301: id 100003 (from 0) {beyond}"
-    assert svm(b"1 0:1 2:1") == f"libsvm, line 301: id -1 (from 0) {beyond}"
+    beyond = "is out of range: expected 0 to 100002"
+    assert svm(b"1 3:1 100004:1") == f"libsvm, line 301: id 100003 (numbered from 0) {beyond}"
+    assert svm(b"1 0:1 2:1") == f"libsvm, line 301: id -1 (numbered from 0) {beyond}"
     assert svm(b"1 5:1 2:nan") == "libsvm, line 301: a value is not a finite number"
 
 
@@ -228,7 +228,7 @@ def test_broken_records_are_named(tables, tmp_path):
         Table.open(tmp_path / "short.tfrecord", table_size=SIZE)
     rows.ids[299, 3] = SIZE
     text = broken(tmp_path, "rows", header(300, dtype(39)) + rows.packed().tobytes())
-    assert text == "npy, row 300: id 100003 (from 0) is beyond the table: expected 0 to 100002"
+    assert text == "npy, row 300: id 100003 (numbered from 0) is out of range: expected 0 to 100002"
 
 
 def test_damaged_records_end_in_an_error_or_in_rows(tables):

@@ -327,7 +327,7 @@ def open_tar(path: Path | str) -> Iterator[tarfile.TarFile]:
             yield tar
             _check_end(tar)
     except tarfile.TarError as error:
-        raise ArgumentError(f"{path}: {error}. Is the download complete?") from None
+        raise ArgumentError(f"{path} is damaged or incomplete: {error}. Copy it again.") from None
 
 
 def _check_end(tar: tarfile.TarFile) -> None:

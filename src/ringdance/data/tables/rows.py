@@ -68,7 +68,7 @@ class Rows(NamedTuple):
             return
         if self.ids.view(np.uint64).max(initial=0) >= table_size:  # as uint64, negative ids are large
             wrong = self.ids[(self.ids < 0) | (self.ids >= table_size)][0]
-            raise RowError(f"id {wrong} (from 0) is beyond the table: expected 0 to {table_size - 1}")
+            raise RowError(f"id {wrong} (numbered from 0) is out of range: expected 0 to {table_size - 1}")
         right = (self.labels >= 0) & (self.labels <= 1)
         if not right.all():
             raise RowError(f"label {self.labels[~right][0]:g}: expected 0 (no click) or 1 (click)")

@@ -10,7 +10,7 @@ data:
     ringdance data prepare criteo /data/criteo /data/clicks --table-size 10000000 --shards 64
     ringdance run -H node1:16,node2:16 python train_torch.py /data/clicks --checkpoints run1 --patience 3
 
-Start one rank per core. `ringdance run` binds each rank to its own core. To compare this setup with others on
+Start one rank per core. `ringdance run` gives each rank its own core. To compare this setup with others on
 your hosts, run benchmarks/strategies in a clone of the repository.
 
 The model is DeepFM (Guo et al., IJCAI 2017). Each field in a row is an id, which selects a row of the
@@ -19,9 +19,8 @@ are used for the pairwise products and as the input of the layers. A step reads 
 rows that occur in its batch.
 
 With --checkpoints, the same command resumes a run that was stopped or killed, even with a different number of
-ranks. No row is used twice in an epoch. Only rank 0 reads and writes the
-checkpoint directory, which also contains the model with the best AUC. If the table does not fit in one rank's
-memory, use --sharded.
+ranks. No row is used twice in an epoch. Only rank 0 reads and writes the checkpoint directory, which also
+contains the model with the best AUC. If the table does not fit in one rank's memory, use --sharded.
 
 Ranks do not wait for rank 0, except during the export. All ranks take part in evaluations, and checkpoints
 are written in the background. Only rank 0 exports the model, within hvd.pause_stall_check() to suppress stall

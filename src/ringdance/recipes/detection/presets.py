@@ -63,7 +63,7 @@ class Preset:
     regions: int = 512
 
     def overridden(self, given: argparse.Namespace) -> Preset:
-        """Return the preset with overrides from the command line, and scale the values that depend on them.
+        """Return a copy with overrides from the command line. Scales the values that depend on them.
 
         An option overrides the field with the same name, except --rate, which the caller applies. The
         preset's rate is scaled with the batch size, its milestones with the epochs, and the longer side with
@@ -103,8 +103,8 @@ def _mlperf(
     """Return the hyperparameters of one of MLPerf's reference convergence points.
 
     The rate drops to a tenth at the steps in ``decays``. The source does not state the precision, which is
-    our choice. Its runs stop at the target accuracy, and the schedule is one epoch longer than
-    their mean.
+    our choice. Its runs stop at the target accuracy. The schedule is one epoch longer than their
+    mean length.
     """
     milestones = [step * batch_size * devices / IMAGES for step in decays]
     return Preset(

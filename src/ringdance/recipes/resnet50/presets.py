@@ -61,7 +61,7 @@ class Preset:
         return self.rate * batch / (self.batch_size * self.devices)
 
     def overridden(self, given: argparse.Namespace) -> Preset:
-        """Return the preset with overrides from the command line, and scale the rate and the milestones.
+        """Return a copy with overrides from the command line. Scales the rate and the milestones.
 
         An option overrides the field with the same name, except --rate, which the caller applies.
         """
