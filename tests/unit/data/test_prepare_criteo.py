@@ -139,7 +139,7 @@ def test_errors(source, prepared, tmp_path, capsys):
         ((tmp_path / "text.txt", tmp_path / "out"), "text.txt"),
         ((source, prepared, "--shards", 3), "--validation none instead of 0.1"),
         ((source, prepared, "--shards", 3, *same), "Now: 4 instead of 5 files (--shards)"),
-        ((prepared, tmp_path / "out", "--table-size", 100), "beyond the table"),
+        ((prepared, tmp_path / "out", "--table-size", 100), "is out of range: expected"),
         ((source, tmp_path / "out", "--validation", "1.5"), "less than 1"),
         ((tmp_path / "cut", tmp_path / "out"), "cut/train.json is damaged"),
     ):
