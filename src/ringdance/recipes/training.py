@@ -259,9 +259,7 @@ class Training:
                 f"stopped before --steps: all {self.epochs:g} epochs are done. To train longer, use --epochs"
             )
 
-    def _after(
-        self, ended: bool, over: bool, due: Callable[[Position, bool, bool], bool] | None
-    ) -> bool:
+    def _after(self, ended: bool, over: bool, due: Callable[[Position, bool, bool], bool] | None) -> bool:
         """Evaluate and save if due. Called after a step or an epoch. Returns True if training should end."""
         at = self.at
         if ended:

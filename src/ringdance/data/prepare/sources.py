@@ -169,9 +169,7 @@ def _check_classes(place: Path) -> None:
         )
 
 
-def _source(
-    split: str, place: Path, source: Path, known: Sequence[str], labels: Path | None
-) -> Source:
+def _source(split: str, place: Path, source: Path, known: Sequence[str], labels: Path | None) -> Source:
     """List a split's images, and number the classes. To save memory, converts each class to arrays."""
     text, ends, places, changed = bytearray(), bytearray(), bytearray(), hashlib.sha256()
     numbers_by_class: dict[str, int] = {}

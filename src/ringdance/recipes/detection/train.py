@@ -156,9 +156,7 @@ def group(channels: int) -> nn.Module:
     return nn.GroupNorm(min(32, channels // 4), channels)
 
 
-def load_weights(
-    model: nn.Module, file: str, option: str, is_head: Callable[[str], bool]
-) -> list[str]:
+def load_weights(model: nn.Module, file: str, option: str, is_head: Callable[[str], bool]) -> list[str]:
     """Load a state dict, but skip a head of another shape. Returns the names of skipped parameters.
 
     Raises:
