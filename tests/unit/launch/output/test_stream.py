@@ -119,6 +119,7 @@ def test_the_time_stands_before_the_prefix() -> None:
         stamp, bracket, rest = line.partition("[1]<stdout>:")
         assert bracket
         assert rest in ("one", "two")
+        # ctime() reads a clock that is some milliseconds late
         assert before - 1.1 <= time.mktime(time.strptime(stamp)) <= time.time()
 
 
