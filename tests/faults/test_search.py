@@ -271,7 +271,7 @@ def test_what_is_no_failure_or_no_number(tmp_path: Path, capsys: pytest.CaptureF
     assert "8 trials: 1 finished, 7 failed; best loss 7, trial 7" in out, out
     assert main(["search", "show", str(tmp_path / "space.search")]) == 0
     shown = capsys.readouterr().out
-    assert "trial 0 failed: no loss was found by loss (\\S+)|[/a]$" in shown
+    assert "trial 0 failed: no value of loss was found by loss (\\S+)|[/a]$" in shown
     assert "trial 6 failed: exit code 255" in shown
     assert "trial 5 failed: loss is nan" in shown
 

@@ -193,7 +193,7 @@ def check_positive(**counts: int) -> None:
     """Raise ArgumentError if a count is less than 1. A count named ``length`` may be 0."""
     for name, value in counts.items():
         if value < (0 if name == "length" else 1):
-                raise ArgumentError(f"{name}={value!r} is not valid. Use a positive integer.")
+            raise ArgumentError(f"{name}={value!r} is not valid. Use a positive integer.")
 
 
 class Draws:

@@ -123,5 +123,5 @@ def header_size(data: Array) -> int:
     if not names[0] or names[0].replace(".", "").isdigit():
         return 0
     if [name.lower() for name in names] != [name.lower() for name in COLUMNS]:
-            raise RowError(f"its first line is {line[:80]!r}: expected label,I1,...,I13,C1,...,C26, or a row")
+        raise RowError(f"its first line is {line[:80]!r}: expected label,I1,...,I13,C1,...,C26, or a row")
     return int(ends[0]) + 1 if len(ends) else len(data)
