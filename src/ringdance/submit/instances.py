@@ -30,7 +30,7 @@ class Instance:
         rdma: True if the GPUs communicate over RDMA instead of TCP.
         tcp_gbits: Maximum bandwidth of NCCL over TCP in Gbit/s. NCCL uses one socket and one thread per
             connection, unless NCCL_SOCKET_NTHREADS and NCCL_NSOCKS_PERTHREAD are set. The default was
-            fitted to measured runs (see docs/howto/troubleshooting/plan.md).
+            fitted to measured runs (see docs/explanation/plan.md).
         price: US dollars per hour, None if unknown.
         as_of: Date of the price.
     """

@@ -30,7 +30,7 @@ from ringdance.tools.plan.planner import (
 )
 from ringdance.tools.plan.simulator import expected_largest
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "howto" / "troubleshooting" / "plan.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "explanation" / "plan.md"
 IMAGES = 1281167
 INSTANCES = {  # as the page describes them
     "p100": "cores = 32\ngbits = 25\ngpus = 4\n",
@@ -424,7 +424,7 @@ def test_a_workload_scales_as_a_whole() -> None:
 
 
 def test_a_plan_is_compared_with_what_was_measured(bench: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(PAGE.parents[3] / "benchmarks"))
+    monkeypatch.syspath_prepend(str(PAGE.parents[2] / "benchmarks"))
     rows = __import__("plan_check").rows(bench, bench, 100.0, 1)
     assert [(row["ranks"], row["measured"], row["slower_alone"]) for row in rows] == [(2, 0.11, 2.0)]
     assert rows[0]["ratio"] == pytest.approx(rows[0]["predicted"] / 0.11)

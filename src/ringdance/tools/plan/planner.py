@@ -20,7 +20,7 @@ from ringdance.tools.report.metrics import read_run
 RANK_SPREAD, HOST_SPREAD = 0.04, 0.1
 """Standard deviations of step times on GPUs, as shares of the step time. Fitted to published runs.
 
-See docs/howto/troubleshooting/plan.md.
+See docs/explanation/plan.md.
 
 ``RANK_SPREAD`` applies to each rank independently. It is caused by kernels and the program that launches
 them. ``HOST_SPREAD`` applies to a host as a whole: its ranks deviate together, because they share the disk,
