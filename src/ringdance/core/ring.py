@@ -69,7 +69,7 @@ class Word(enum.IntEnum):
     PENDING_SINCE = 19
 
 
-_WRITTEN = int(Word.WRITTEN)  # faster as an integer than as a member of an Enum
+_WRITTEN = int(Word.WRITTEN)  # a plain integer, which is faster than an Enum member
 
 
 class Kind(enum.IntEnum):
@@ -231,7 +231,7 @@ class Ring:
                 return self.labels.get(names, 0)
             self.view[start:end] = _LENGTH.pack(length) + data
             self.words[Word.LABELS] = end - _HEADER
-            self.labels[names] = number = len(self.labels)  # last: readers can now look it up
+            self.labels[names] = number = len(self.labels)  # last, because readers can now look it up
         return number
 
 
@@ -274,7 +274,7 @@ class RingReader:
         return bytes(self._view[at : at + most]).partition(b"\0")[0].decode(errors="replace")
 
     def name(self, number: int) -> Label:
-        """Return the label with this number, or "" if there is none."""
+        """Return the label with this number, or "" if no such label exists."""
         if number >= len(self.labels):
             self.load_labels()
         return self.labels[number] if number < len(self.labels) else ""

@@ -90,7 +90,7 @@ class Batches:
     def __init__(self, plan: BatchPlan, threads: int = 1, ahead: int = 1) -> None:
         self.plan, self.threads, self.ahead = plan, threads, ahead
         self.convert: Callable[[Any], Any] = lambda batch: batch
-        self._epochs: list[Epoch] = []  # iterations in progress
+        self._epochs: list[Epoch] = []  # epochs that are being iterated over
         self._following: Epoch | None = None
         self._follow = plan.shuffle
 

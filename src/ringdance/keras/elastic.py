@@ -150,5 +150,5 @@ class UpdateEpochStateCallback(_StateCallback):
     """
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Count an epoch. ``epoch`` is not used, because Keras may count from 0 in each call of ``fit``."""
+        """Count an epoch. ``epoch`` is not used, because Keras may restart from 0 in each call to ``fit``."""
         self.state.epoch += 1

@@ -61,7 +61,7 @@ class Job:
             candidates, wrong = usable(bases(os.environ))
             if not candidates:
                 text = f"no directory for temporary files ({wrong})"
-                raise LaunchError(f"{text}. Set TMPDIR to a writable directory")
+                raise LaunchError(f"{text}. Set TMPDIR to a writable directory.")
             place = Place(self.id, candidates, host_directory(candidates[0], self.id))
             for note in plan.notes:
                 self._screen.show(note)

@@ -132,9 +132,8 @@ def check_in_place(tensor: torch.Tensor) -> None:
         )
     if tensor.is_conj() or tensor.is_neg():
         raise ArgumentError(
-            "An in-place operation needs a tensor whose values are in memory, but this tensor is a view that "
-            "conjugates or negates them. Use tensor.resolve_conj().resolve_neg(), or the out-of-place "
-            "function."
+            "In-place operations do not support lazily conjugated or negated views. Materialize the tensor "
+            "with tensor.resolve_conj().resolve_neg(), or use the out-of-place function."
         )
 
 

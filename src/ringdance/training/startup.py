@@ -178,7 +178,7 @@ class ParentRank:
     Attributes:
         pid: The rank's process ID.
         place: Its ``rank``, ``size``, ``local_rank`` and so on, by name.
-        launch: Variables that the rank's launcher set. In processes of another launch, their values differ.
+        launch: Variables set by the rank's launcher. Their values differ from one launch to the next.
     """
 
     pid: int

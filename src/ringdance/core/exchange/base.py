@@ -61,7 +61,7 @@ def copy_range(
     views: Sequence[Array], bounds: Sequence[int], start: int, stop: int, buffer: Array, outward: bool
 ) -> None:
     """Copy bytes [start, stop) of the concatenated ``views`` to ``buffer``, or back if ``outward``."""
-    if len(views) == 1:  # fast path, which is five times as fast
+    if len(views) == 1:  # fast path, five times as fast
         if outward:
             views[0][start:stop] = buffer[: stop - start]
         else:
@@ -125,7 +125,7 @@ class Exchange(abc.ABC):
     def alltoall(self, sends: Sequence[Array], receives: Sequence[Array], longest: int) -> Steps:
         """Send ``sends[i]`` (uint8) to member i and receive ``receives[i]`` from it.
 
-        ``longest``: Size in bytes of the longest part that any member sends to any other member.
+        ``longest``: Size in bytes of the largest part that any member sends to another.
         """
 
     @abc.abstractmethod
@@ -167,7 +167,7 @@ class Exchange(abc.ABC):
         yield from self.stream(views if self.rank == root else [], lengths, receives)
 
     def copy(self, source: Array, target: Array) -> Steps:
-        """Copy an array locally, in steps, because filling 1 GB of new memory takes several seconds."""
+        """Copy an array locally, piece by piece, because filling 1 GB of new memory takes several seconds."""
         source, target = as_bytes(source), as_bytes(target)
         for start in range(0, source.size, _COPY_BYTES):
             if start:
@@ -183,7 +183,7 @@ class Exchange(abc.ABC):
 
     @staticmethod
     def bounds(views: Sequence[Array]) -> list[int]:
-        """Return the start of each view in the row that the views form, and the length of the row."""
+        """Return each view's start offset in the concatenation of the views, and the total length."""
         return [0, *accumulate([view.size for view in views])]
 
 

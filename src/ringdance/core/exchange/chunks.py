@@ -13,7 +13,7 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
-_LINE = 16  # elements: a cache line of 4-byte numbers
+_LINE = 16  # elements per cache line, for 4-byte numbers
 
 
 class Segment(NamedTuple):

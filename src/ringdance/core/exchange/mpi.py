@@ -14,11 +14,11 @@ from ringdance.core.exchange.chunks import chunks, even_rows
 from ringdance.core.exchange.sizes import Sizes
 from ringdance.core.transport.base import Pending, Transport
 
-_IN_FLIGHT = 4  # chunks: enough to overlap packing, sending and unpacking
-_AHEAD = 2  # chunks that are sent before the first is reduced, to keep the network busy
-_POLLS = 8  # consecutive tests for completion, because MPI moves data only during tests
+_IN_FLIGHT = 4  # number of chunks in flight, enough to overlap packing, sending and unpacking
+_AHEAD = 2  # number of chunks to send before reducing the first, to keep the network busy
+_POLLS = 8  # number of consecutive tests for completion; MPI moves data only during tests
 _FEW = 16  # maximum number of members that send the blocks of a chunk to each other
-# Rounds in flight. A second one keeps the network busy while the first is packed or unpacked.
+# Number of rounds in flight. The second keeps the network busy while the first is packed or unpacked.
 _ROUNDS = 2
 
 _Handle = Callable[[int, Array], Steps]
@@ -217,7 +217,7 @@ class MpiExchange(Exchange):
             post: Starts the round that moves the parts at an offset in the rows. The memory passed to it is
                 reused once the round is complete.
         """
-        if length <= row:  # one round is enough for most calls
+        if length <= row:  # for most calls, one round is enough
             if length:
                 yield from self._complete(post(0, _Memory()))
             return

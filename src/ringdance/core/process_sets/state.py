@@ -194,7 +194,7 @@ class ProcessSetState:
         return None if wanted is None else max(wanted, self.pending.not_before)
 
     def steps(self) -> Steps:
-        """Run until all members have agreed to stop."""
+        """Run rounds until all members have agreed to stop."""
         pending = self.pending
         while not self.stopped:
             if not self.due():

@@ -15,7 +15,7 @@ _UNKNOWN = (
     "exposed communication, slowest rank: unknown, because the script polled for results, or never waited "
     "for a result. Any other waiting in the script cannot be observed"
 )
-_FEW = 20  # minimum number of steps; with fewer, any rank may be the slowest by chance
+_FEW = 20  # minimum number of steps; in a shorter run, any rank may be the slowest by chance
 
 
 class Figures(NamedTuple):

@@ -196,7 +196,7 @@ class MpiTransport(Transport):
             except self._mpi.Exception as error:
                 if self.lost(error) is None:
                     raise
-                return notes  # handle the notes that have arrived before reporting the loss
+                return notes  # let the caller handle these notes before reporting the loss
             if message is None:
                 return notes
             data = np.empty(status.Get_count(self._mpi.BYTE), np.uint8)
@@ -225,11 +225,11 @@ class MpiTransport(Transport):
 
     def close(self, agreed: bool) -> None:
         if not agreed:
-            return  # free nothing, because a posted collective cannot be canceled
+            return  # free nothing, because posted collectives cannot be canceled
         if self._cross is not None:
             self._cross.close(True)
         if self._memory is not None:
-            # Views of the window may still exist, but must not be used from here on.
+            # Views of the window may still exist, but must not be used after this point.
             if self.event_count is not None and self._own_events:
                 self.event_count.close()
             self.window = self.event_count = None
@@ -295,7 +295,7 @@ def _failed(comm: Any) -> list[int]:
     """Return the ranks in ``comm`` that MPI has reported as dead."""
     try:
         failed = comm.Get_failed()
-    except NotImplementedError:  # an MPI library without fault tolerance
+    except NotImplementedError:  # this MPI library does not support fault tolerance
         return []
     return translated(failed, comm)
 

@@ -90,11 +90,11 @@ def wait_for_restart(comm: Any, peers: Sequence[Identity], timeout: float, limit
                 checked = now
                 gone = [who for who in peers if who.host == here and process_state(who.pid) == "gone"]
                 if gone:
-                    raise RankLostError(f"The job cannot restart, because {gone[0]} has exited.")
+                    raise RankLostError(f"The job cannot restart because {gone[0]} has exited.")
             if now > began + limit:
                 raise RankLostError(
-                    f"The job cannot restart, because not all {len(peers)} ranks were ready within "
-                    f"{limit:g} s (setting elastic_timeout). {missing_rank_report(ranks, limit)}"
+                    f"The job cannot restart because some of its {len(peers)} ranks were not ready within "
+                    f"{limit:g} s (elastic_timeout). {missing_rank_report(ranks, limit)}"
                 )
             time.sleep(backoff)
             backoff = min(2 * backoff, 0.02)

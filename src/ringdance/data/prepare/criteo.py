@@ -90,7 +90,7 @@ def _files(path: Path, split: str) -> list[tuple[Path, int | None]]:
         candidates = [entry for entry in candidates if entry not in empty]
     if not candidates:
         raise ArgumentError(
-            f"{path} contains no click logs (day_0, .txt, .tsv, .csv, .parquet, .libsvm, .tfrecord)"
+            f"{path} contains no click logs (day_0, .txt, .tsv, .csv, .parquet, .libsvm, .tfrecord)."
         )
     candidates.sort(key=lambda path: [int(w) if w.isdecimal() else w for w in re.split(r"(\d+)", path.name)])
     return [(entry, None) for entry in candidates]
@@ -100,7 +100,7 @@ def prepare(given: argparse.Namespace) -> int:
     """Write a data set, or resume an earlier run. Returns the number of broken rows left out.
 
     Args:
-        given: Options of the command. All paths are absolute.
+        given: Command-line options. All paths are absolute.
 
     Raises:
         ArgumentError: The data set cannot be prepared. The message says what to do.
@@ -194,7 +194,7 @@ def _begin_or_resume(destination: Path, plan: ShufflePlan, overwrite: bool) -> N
     if (directory / "criteo.json").exists():  # otherwise, these are records of prepared images
         own |= {path.name.removesuffix(".json") for path in directory.glob("*-of-*.json")}
     for path in indexes:
-        with suppress(ArgumentError):  # a damaged index
+        with suppress(ArgumentError):  # ignore a damaged index
             own |= {file.name for file in Table.open(destination, path.stem).files}
     present = {path.name for split in SPLITS for path in destination.glob(f"{split}-*-of-*.*")}
     if others := sorted(present - own):

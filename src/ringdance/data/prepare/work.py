@@ -64,7 +64,7 @@ def _run_in_pool(
 
 
 def _begin() -> None:
-    """Make a worker process exit when its parent does, and without a traceback on Ctrl-C."""
+    """Make a worker process exit when its parent does, and exit without a traceback on Ctrl-C."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     parent = multiprocessing.parent_process()
     assert parent is not None

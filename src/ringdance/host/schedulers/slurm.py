@@ -128,12 +128,12 @@ def _expand_one(part: str, text: str) -> list[str]:
 
 
 def counts(text: str) -> list[int]:
-    """Expand a Slurm list of numbers per node: ``"2(x3),1"`` gives 2, 2, 2, 1.
+    """Expand a Slurm list of per-node counts: ``"2(x3),1"`` gives 2, 2, 2, 1.
 
     Raises:
         LaunchError: The list cannot be parsed.
     """
     one = r"(\d+)(?:\(x(\d+)\))?"
     if not re.fullmatch(rf"{one}(,{one})*", text):
-        raise LaunchError(f"{text!r} is not a Slurm list of numbers per node, such as 4(x2),3")
+        raise LaunchError(f"{text!r} is not a valid Slurm list of per-node counts such as 4(x2),3")
     return [int(number) for number, nodes in re.findall(one, text) for _ in range(int(nodes or 1))]

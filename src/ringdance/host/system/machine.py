@@ -101,7 +101,7 @@ def problem() -> str:
 
 
 def networks() -> list[tuple[str, str, int]]:
-    """Return name, address and prefix length of each active interface. IPv4 first, no link-local addresses.
+    """Return each active interface's name, address and prefix length, IPv4 first, without link-local ones.
 
     Linux only. It does not use psutil, which an agent without ``site`` cannot import.
     """

@@ -157,7 +157,7 @@ def _read(file: Path) -> Iterator[Row]:
         except NO_FORMAT:
             raise LaunchError(
                 f"line {number} of {file} was not written by `ringdance run --output-filename`: "
-                f"{line[:40]!r}. Remove this line, or run the job again"
+                f"{line[:40]!r}. Remove this line, or run the job again."
             ) from None
         yield row
 

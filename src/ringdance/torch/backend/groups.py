@@ -37,7 +37,7 @@ def process_set(options: Any) -> int:
     ranks, rank, size = tuple(options.global_ranks_in_group), options.group_rank, options.group_size
     if list(ranks) != sorted(ranks):
         raise ArgumentError(
-            f'The backend "ringdance" needs ranks in ascending order, but got {list(ranks)}. Remove '
+            f'The "ringdance" backend requires ranks in ascending order, but got {list(ranks)}. Remove '
             "sort_ranks=False from new_group()."
         )
     if not session.is_initialized():

@@ -90,7 +90,7 @@ class FastPath:
             return False  # A real mismatch also occurs in the exchange by the mask.
         if tag.tolist().count(0) != _TAGS - 1:
             steps = ", ".join(map(str, np.flatnonzero(tag)))
-            raise DifferentStepsError(f"the ranks are in steps {steps} (modulo {_TAGS})")
+            raise DifferentStepsError(f"ranks are at different steps: {steps} (modulo {_TAGS})")
         self._source.write_back(self._indices, self.expected_kinds)
         return True
 

@@ -21,7 +21,7 @@ class UseOrder:
     def __init__(self) -> None:
         self._known: dict[Any, list[tuple[weakref.ref[Any], threading.Thread, set[threading.Thread]]]] = {}
         self._lock = threading.Lock()
-        session.at_init(self._known.clear)  # After a failure, ranks may have numbered different objects.
+        session.at_init(self._known.clear)  # After a failure, the ranks' numberings may no longer agree.
 
     def number(self, key: Any, owner: Any) -> int:
         """Return the number, from 0, of ``owner`` among the owners with this key. Keeps a weak reference.

@@ -108,7 +108,7 @@ class StepMask:
         latest, before_earliest, separate, deviation = self._bytes[count : count + _FIXED]
         if latest - 1 != STEPS - before_earliest:
             steps = f"{STEPS - before_earliest} to {latest - 1}"
-            raise DifferentStepsError(f"the ranks are in steps {steps} (modulo {STEPS})")
+            raise DifferentStepsError(f"ranks are at different steps: {steps} (modulo {STEPS})")
         self.kinds = bytes(self._bytes[:count])
         self.all_want_overlap = not separate
         any_joined = 0 in self._bytes[count + _FIXED : -len(self._digest)]
