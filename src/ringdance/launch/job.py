@@ -85,7 +85,7 @@ class Job:
             self._signals.restore()
 
     def _clean(self, directory: str, pids: list[int]) -> None:
-        """Clean up this host if its agent has not done so. ``pids`` are its ranks' process IDs."""
+        """Clean up this host if its agent has not done so. ``pids`` are the pids of the host's ranks."""
         shared = host_shared(self.id)
         cleanup = Cleanup(self.id, [directory, *([shared] if shared else [])], self._began)
         for pid in pids:

@@ -150,7 +150,7 @@ class RunningJob:
             self._handle(Event.TIMEOUT, _TERM_S)
 
     def _extension(self) -> float:
-        """Return the seconds by which to extend the state's deadline. 0 or less means no extension."""
+        """Return by how many seconds to extend the state's deadline. 0 or less means no extension."""
         state = self._stage.state
         if state in (State.CLEANING_REMOTE, State.CLEANING_LOCAL):
             # Agents may still be sending results and output, which may be large.

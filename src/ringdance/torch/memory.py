@@ -97,7 +97,7 @@ def array_of(tensor: torch.Tensor, in_place: bool = False) -> Array:
         if tensor.is_cpu and tensor.dtype in _PLAIN and tensor.is_contiguous():
             return tensor.detach().numpy() if tensor.requires_grad else tensor.numpy()
     except (AttributeError, RuntimeError, TypeError):
-        pass  # Not a tensor, a sparse tensor, or a tensor with a pending negation. Handled below.
+        pass  # Not a tensor, a sparse tensor, or a lazily negated tensor. Handled below.
     host = host_tensor(tensor)
     if in_place:
         check_in_place(tensor)

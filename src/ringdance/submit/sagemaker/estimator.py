@@ -179,7 +179,7 @@ class Estimator(TrainingJob):
                 )
         elif self.max_wait is not None:
             raise ArgumentError(
-                f"max_wait ({self.max_wait}) applies only to spot instances. Pass use_spot_instances=True too"
+                f"max_wait ({self.max_wait}) applies only to spot instances. Pass use_spot_instances=True."
             )
         sent = [*(self.environment or {}).items(), *self.hyperparameters.items()]
         in_clear = [name for name, value in sent if is_secret(name, str(value))]

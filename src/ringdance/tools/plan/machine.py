@@ -55,7 +55,7 @@ class Clock:
 
     def __init__(self) -> None:
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
-        self._numbers = itertools.count()  # events with the same time run in creation order
+        self._numbers = itertools.count()  # events with equal times run in creation order
 
     def at(self, time: float, event: Callable[[float], None]) -> None:
         """Schedule the call ``event(time)``. Events run in the order of their times."""

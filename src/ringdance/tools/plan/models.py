@@ -24,7 +24,7 @@ class KnownModel:
 
     Attributes:
         batch: Samples per rank and step with which published rates were measured.
-        samples: Number of samples in the training set commonly used for the model. 0 if no such set exists.
+        samples: Number of samples in the model's usual training set, or 0 if no such set exists.
         forward: Share of a step that the forward pass takes.
         tensors: Number of elements of each parameter, and number of positions to which it is applied (0 if
             it is not multiplied), in the format of models.toml.

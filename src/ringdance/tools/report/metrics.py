@@ -52,7 +52,7 @@ class Rank:
     @classmethod
     def of(cls, rows: list[Row]) -> Rank | None:
         """Compute a rank's metrics from its samples. Returns None if no step was measured."""
-        # End at the first sample that includes all steps, because saving and evaluation may follow the steps.
+        # End at the first sample that includes all steps, because saving or evaluation may follow them.
         last = next(row for row in rows if row["steps"] == rows[-1]["steps"])
         stepped = [row for row in rows if row["steps"] and row["steps"] < last["steps"]]
         # Start after the first step, which often includes compilation, unless the run is too short to have

@@ -10,9 +10,9 @@ from pathlib import Path
 
 STYLE = Path(__file__).with_name("page.css")
 _WIDTH, _LEFT, _RIGHT, _TOP = 400, 44, 12, 8
-_HEIGHT, _BOTTOM = 200, 160  # height of a line plot, and position of its x axis
-_FREE = 4  # first color that does not stand for a part of a step
-_BOUNDS, _BOUND = ("bound", "linear"), 6  # lines for ideal values are dashed and have this color
+_HEIGHT, _BOTTOM = 200, 160  # height of a line plot, and y coordinate of the x axis
+_FREE = 4  # index of the first color that does not represent a part of a step
+_BOUNDS, _BOUND = ("bound", "linear"), 6  # names and color of the dashed lines for ideal values
 _APART = 32  # minimum distance between labels on the x axis
 _ids = count()
 
