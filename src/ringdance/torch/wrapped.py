@@ -57,7 +57,7 @@ class OptimizerOptions:
         scales_of(self.operation, self.predivide)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "given": {}}  # ``given`` refers to parameters that are not copied.
+        return {**self.__dict__, "given": {}}  # ``given`` refers to parameters outside the copy.
 
 
 class Wrapped:

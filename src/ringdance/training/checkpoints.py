@@ -104,7 +104,7 @@ class Checkpoints:
     def _write(self, number: int, token: str, *writers: Any) -> None:
         try:
             self._files.write(number, token, *writers)
-        except Exception as error:  # Log it: the script may exit before it waits for the last checkpoint.
+        except Exception as error:  # Log it, as the script may exit without waiting for the checkpoint.
             problem = self._not_written(number, error)
             _log.error("ringdance: %s", self._error(problem))
             raise problem from None

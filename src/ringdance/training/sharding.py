@@ -37,7 +37,7 @@ class Shard:
     it, and their arguments are compared.
 
     Args:
-        length: Number of samples in the data set, the same on all ranks.
+        length: Number of samples in the dataset, the same on all ranks.
         ends: "pad", "drop" or "join": what to do if the samples cannot be divided evenly.
         shuffle: If True, each epoch has a different order.
         seed: Seed for shuffling, 0 to 2**32 - 1, the same on all ranks.
@@ -134,12 +134,12 @@ def shard(
     data: Any, *, ends: str, shuffle: bool = False, seed: int = 0, layout: str = "strided",
     process_set: ProcessSet = global_process_set,
 ) -> Shard:
-    """Return this rank's share of a data set, as indices. See ``Shard``.
+    """Return this rank's share of a dataset, as indices. See ``Shard``.
 
     The result is a PyTorch sampler: ``DataLoader(data, batch_size=32, sampler=hvd.shard(data, ends="pad"))``.
 
     Args:
-        data: Number of samples, or an indexable object such as an array, a list or a PyTorch data set.
+        data: Number of samples, or an indexable object such as an array, a list or a PyTorch dataset.
         ends: "pad", "drop" or "join".
         shuffle: If True, each epoch has a different order.
         seed: Seed for shuffling.

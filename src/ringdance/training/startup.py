@@ -1,4 +1,4 @@
-"""The steps of ``init()``: configure logging, start the engine, set variables for child processes."""
+"""The steps of ``init()``: configure logging, start the engine, and set variables for child processes."""
 
 from __future__ import annotations
 

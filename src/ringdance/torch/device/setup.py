@@ -33,7 +33,7 @@ def make_exchange(exchange: Exchange, kind: str) -> Steps:
     if kind != "cpu":
         module = module_of(device)
         place = session.engine().local_rank % module.device_count()  # Default if this rank has sent nothing.
-        device = _last.get(kind, torch.device(kind, place))  # Not this thread's current device, GPU 0.
+        device = _last.get(kind, torch.device(kind, place))  # Explicit, as this thread's device is GPU 0.
         about = module.get_device_properties(device)
         yield from _check_devices(exchange, str(getattr(about, "uuid", device.index)))
     networks = yield from exchange.gather_bytes(communicators.host_and("net").encode())

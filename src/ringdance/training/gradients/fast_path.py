@@ -75,7 +75,7 @@ class FastPath:
         """Average the expected gradients. If a rank has different ones, change nothing and return False.
 
         Raises:
-            DifferentStepsError: Ranks are in different steps. Raised on all ranks.
+            DifferentStepsError: Ranks are at different steps. Raised on all ranks.
         """
         views = self._views(computed)
         if views is None:
@@ -87,7 +87,7 @@ class FastPath:
         try:
             work.wait()
         except MismatchError:
-            return False  # A real mismatch also occurs in the exchange by the mask.
+            return False  # A real mismatch will also occur in the exchange by the mask.
         if tag.tolist().count(0) != _TAGS - 1:
             steps = ", ".join(map(str, np.flatnonzero(tag)))
             raise DifferentStepsError(f"ranks are at different steps: {steps} (modulo {_TAGS})")

@@ -54,7 +54,7 @@ def _uncertain(thread: threading.Thread, user: threading.Thread, there: set[thre
 
 
 def pattern_of(kinds: Sequence[str]) -> str:
-    """Return text that describes the gradients of a step, to compare between ranks. Empty if all are dense.
+    """Return text that describes a step's gradients, to compare between ranks, or "" if all are dense.
 
     Args:
         kinds: "dense", "rows" or "none" for each variable.

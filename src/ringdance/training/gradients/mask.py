@@ -31,7 +31,7 @@ from ringdance.training.collectives import Call
 # Steps are counted modulo STEPS, so that a step number fits into a byte. STEPS is a multiple of the number of
 # tags in the fast path, so that neighboring steps have different tags even if the count wraps.
 STEPS = 248
-_FIXED = 4  # Number of bytes between the kinds and the positions of the ranks.
+_FIXED = 4  # Number of bytes between the gradients' kinds and the ranks' positions.
 
 
 class DifferentStepsError(Exception):
@@ -90,7 +90,7 @@ class StepMask:
 
         Raises:
             MismatchError: The ranks have different parameters.
-            DifferentStepsError: The ranks are in different steps.
+            DifferentStepsError: The ranks are at different steps.
         """
         error: MismatchError | None = None
         try:
