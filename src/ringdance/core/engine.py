@@ -306,7 +306,7 @@ class Engine:
 
         Args:
             set_id: The process set.
-            number: The request's ``order``. -1 for a message between two ranks.
+            number: The request's ``order``, or -1 for a message between two ranks.
             message: Text of the error.
         """
 
@@ -361,5 +361,5 @@ class Engine:
 
 
 def _across_hosts(hosts: Sequence[str], rank: int, local_rank: int) -> list[int]:
-    """Return the rank with this local rank on each host that has one. On ``rank``'s own host, return ``rank``."""
+    """Return each host's rank with this local rank, if any. On the host of ``rank``, return ``rank``."""
     return [i for i, host in enumerate(hosts) if i == rank or hosts[:i].count(host) == local_rank]

@@ -71,8 +71,8 @@ class Recorder:
     """Records this rank's activities in a ring. All reports are made from these records.
 
     Args:
-        directory: Directory for flight records. "" for the system's temporary directory.
-        ring: Memory for the records. None for memory that only this process can access.
+        directory: Directory for flight records, or "" for the system's temporary directory.
+        ring: Memory for the records, or None for memory that only this process can access.
 
     Attributes:
         words: Header of the ring, see ``ring.Word``.

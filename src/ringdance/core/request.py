@@ -94,7 +94,7 @@ class Request:
             inputs). If None, the engine allocates them, 64-byte aligned.
         name: Key that matches this request with the other ranks' requests. If None, the request is matched
             by its position in the order of submission.
-        set_id: Process set. 0 for all ranks.
+        set_id: Process set, or 0 for all ranks.
         splits: For alltoall only: number of rows for each member (int64), for each tensor in the group.
         ready: For tensors on a device: the event after which the inputs hold the data to send.
     """

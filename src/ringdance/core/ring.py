@@ -52,7 +52,7 @@ class Word(enum.IntEnum):
     RANK = 2
     SIZE = 3
     EPOCH_OFFSET = 4  # time since the epoch minus monotonic time
-    CLOSED = 5  # 1 once the rank has left the job
+    CLOSED = 5  # 1 once the rank leaves the job
     DETAIL = 6  # a reader sets this to have submissions and chunks recorded as well
     LABELS = 7  # number of label bytes written
     WRITTEN = 8  # approximate number of records written so far
@@ -160,7 +160,7 @@ class Ring:
     """Writes the records of this rank to a ring.
 
     Args:
-        memory: Memory from ``shared_memory``. None for memory that only this process can access.
+        memory: Memory from ``shared_memory``, or None for memory that only this process can access.
 
     Attributes:
         words: Header, see ``Word``.
@@ -280,7 +280,7 @@ class RingReader:
         return self.labels[number] if number < len(self.labels) else ""
 
     def load_labels(self) -> None:
-        """Read the labels that have been added since the last call."""
+        """Read the labels added since the last call."""
         end = _HEADER + self.words[Word.LABELS]
         while self._read_labels < end:
             (length,) = _LENGTH.unpack_from(self._view, self._read_labels)

@@ -191,7 +191,7 @@ class StallWatch:
     def _oldest(
         self, sets: list[ProcessSetState], now: float
     ) -> tuple[ProcessSetState, Work | Transfer, float] | None:
-        """Return the request or message that has been waited for longest, with its set and age, or None."""
+        """Return the request or message with the longest wait, with its set and age, or None."""
         waiting: list[tuple[ProcessSetState, Work | Transfer, float]] = [
             (t.state, t, now - t.waited_since) for t in list(self._callers.transfers.values())
         ]

@@ -37,7 +37,7 @@ class Epoch:
         self._parts = loader.parts(self)
         self.begun: Future[None] | None = None
         self.process = os.getpid()
-        self.planned = False  # True once all remaining work has been submitted to the threads
+        self.planned = False  # True once all remaining work is submitted to the threads
 
     def fill(self) -> None:
         """Submit work to the threads until ``ahead`` parts of the epoch are pending."""

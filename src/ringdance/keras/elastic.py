@@ -120,7 +120,7 @@ class CommitStateCallback(_StateCallback):
         self._next = self.batches_per_commit
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Commit if at least ``batches_per_commit`` batches have been trained since the last commit."""
+        """Commit if at least ``batches_per_commit`` batches were trained since the last commit."""
         if self.batches_per_commit and batch + 1 >= self._next:
             self.state.commit()
             self._next = batch + 1 + self.batches_per_commit

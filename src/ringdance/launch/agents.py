@@ -140,7 +140,7 @@ class Agents:
 
     @property
     def remotes_gone(self) -> bool:
-        """True if there is no other host left to wait for."""
+        """True if no other host is left to wait for."""
         return not any(agent.there for agent in self._remotes)
 
     @property

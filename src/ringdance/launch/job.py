@@ -29,7 +29,7 @@ class Job:
         id: Job ID, 32 hexadecimal digits. Default: a new ID.
         stdin: File descriptor for rank 0's standard input if rank 0 runs on this host, -1 for none.
         files: Files to create in the job's directory on every host: contents by name (see call.py).
-        results: Receives the ranks' ``result.*.pkl`` files if all ranks complete. None if not needed.
+        results: Receives the ranks' ``result.*.pkl`` files if all ranks complete, or None if not needed.
 
     Raises (also from ``run()``):
         LaunchError: The job could not be started at all, or the output directory cannot be created.

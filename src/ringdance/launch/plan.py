@@ -54,7 +54,7 @@ class Plan:
         hosts: Hosts with their ranks, in host-major order as in Horovod.
         environment: Variables set for the ranks. They override the launcher's variables.
         removed: Names of the launcher's variables that are removed from the ranks' environment.
-        threads: Number of compute threads per rank. None if the user has set OMP_NUM_THREADS.
+        threads: Number of compute threads per rank, or None if the user has set OMP_NUM_THREADS.
         networks: Networks that connect the hosts.
         mpi: The MPI library and its mpiexec.
         mpiexec: Command line of mpiexec, up to the user's command.

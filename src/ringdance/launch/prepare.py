@@ -74,7 +74,7 @@ def prepare(
         local: Host names that refer to this machine. Default: those whose addresses belong to it.
 
     Raises:
-        LaunchError: The job cannot be prepared. Nothing has been started.
+        LaunchError: The job cannot be prepared. Nothing is left running.
     """
     check_machine()
     spec = spec.resolved()

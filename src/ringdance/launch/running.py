@@ -52,7 +52,7 @@ class RunningJob:
         screen: Destination of the ranks' output.
         signals: Signals received by the launcher.
         output: Receives files from other hosts.
-        results: Receives the ranks' results if all complete. None if not needed.
+        results: Receives the ranks' results if all complete, or None if not needed.
     """
 
     def __init__(

@@ -171,7 +171,7 @@ def _metrics(directory: Path) -> RunMetrics | None:
 
 
 def _steady(run: RunMetrics) -> float:
-    """Return the duration in seconds over which the speed has been measured so far."""
+    """Return for how many seconds the speed has been measured so far."""
     times = [row["last_step_time"] for row in run.ranks[0].training if "last_step_time" in row] or [0.0]
     return float(times[-1] - times[0])
 
@@ -228,7 +228,7 @@ def _space(given: argparse.Namespace, cores: int, hosts: int) -> dict[str, list[
     has_batch = any("{batch}" in word for word in given.command)
     if has_batch != bool(batch):
         missing = "--global-batch N" if has_batch else "{batch} in the command, for the batch per rank"
-        raise LaunchError(f"--global-batch and {{batch}} must be used together. Add {missing}")
+        raise LaunchError(f"--global-batch and {{batch}} must be used together. Add {missing}.")
     ranks = given.ranks or (powers if has_batch else [1])
     if not has_batch:
         if len(ranks) > 1:

@@ -49,8 +49,8 @@ class SavedCheckpoint(NamedTuple):
         serial: Position in the order of saving, starting at 1, or 0 if the manifest is missing.
         token: Token in the temporary file names, or "" if the manifest is missing. See Note [Manifests].
         sizes: Sizes of the checkpoint file and the table file in bytes. A single entry if there is no table.
-        checksums: CRC-32 of each of these files. Empty if the manifest is missing.
-        problem: Why the checkpoint is not usable. Empty if it is complete.
+        checksums: CRC-32 of each of these files, or empty if the manifest is missing.
+        problem: Why the checkpoint is not usable, or "" if it is complete.
     """
 
     number: int

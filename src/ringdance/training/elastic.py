@@ -294,8 +294,8 @@ class ElasticIndices:
     the same order without communication.
 
     Args:
-        length: Number of samples in the data set.
-        shuffle: If False, keep the order of the data set.
+        length: Number of samples in the dataset.
+        shuffle: If False, keep the order of the dataset.
         seed: Seed for shuffling, the same on all ranks.
 
     Attributes:

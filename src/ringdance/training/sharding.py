@@ -152,7 +152,7 @@ def shard(
     if not isinstance(data, int | np.integer):
         numbered = hasattr(data, "__getitem__") and hasattr(data, "__len__")
         if not numbered or isinstance(data, str | bytes | tuple | Mapping):
-            kinds = "a data set, a single array (for a tuple or dict of arrays), or the number of samples"
+            kinds = "a dataset, a single array (for a tuple or dict of arrays), or the number of samples"
             raise ArgumentError(f"shard(): a {type(data).__name__} has no numbered samples. Pass {kinds}.")
         data = len(data)
     return Shard(data, ends=ends, shuffle=shuffle, seed=seed, layout=layout, process_set=process_set)

@@ -26,7 +26,7 @@ class Sizes:
 
     Attributes:
         small: All-reduces up to this size are flat, and may use MPI's own all-reduce. Negative for none.
-        chunk: Size of a chunk within hosts. 0 if all all-reduces are flat.
+        chunk: Size of a chunk within hosts, or 0 if all all-reduces are flat.
         flat_chunk: Size of a chunk in a flat all-reduce.
         wire: Number of bytes sent between hosts at a time: the blocks of several chunks, or a flat chunk.
         chunks_per_wire: Number of chunks whose blocks are sent together.

@@ -61,7 +61,7 @@ class MonitorClient:
         Args:
             options: Arguments for ``metrics.Metrics`` except ``readers``, ``path`` and ``warn``.
         """
-        with contextlib.suppress(OSError):  # training continues even if the monitor has been killed
+        with contextlib.suppress(OSError):  # training continues even if the monitor was killed
             self._send(do="metrics", path=sys.path, **options)
 
     def listen(self, others: int) -> dict[str, Any]:

@@ -62,7 +62,7 @@ class Clock:
         Args:
             sent: When the query was sent.
             theirs: Time that the other clock showed.
-            now: When the answer arrived. 0 for the current time.
+            now: When the answer arrived, or 0 for the current time.
         """
         now = now or time.monotonic_ns()
         trips = self._trips

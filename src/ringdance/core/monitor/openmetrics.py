@@ -102,7 +102,7 @@ def serve(text: str, rows: Callable[[], Sequence[Mapping[str, Any]]]) -> str:
     address = address.strip("[]") or "127.0.0.1"
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
-        with socket.socket(family) as probe:  # fails if the port is in use, which newer servers would silently share
+        with socket.socket(family) as probe:  # fails if the port is in use; newer servers would share it
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((address, int(port)))
             probe.listen()
@@ -114,7 +114,7 @@ def serve(text: str, rows: Callable[[], Sequence[Mapping[str, Any]]]) -> str:
         server.RequestHandlerClass = type("Handler", (handler,), {"timeout": _SILENT_S})
         server.verify_request = lambda *_: threading.active_count() < _THREADS  # type: ignore[method-assign]
     except OSError as error:
-        taken = ". Set RINGDANCE_METRICS_PORT to another port, or to 0 to use any free port"
+        taken = ". Set RINGDANCE_METRICS_PORT to another port, or to 0 to use any free port."
         advice = taken if error.errno == errno.EADDRINUSE else ""
         raise OSError(f"port {text}: {error.strerror}{advice}") from None
     shown = f"[{address}]" if ":" in address else address

@@ -53,7 +53,7 @@ class Executor:
     """Executes the agreed requests of one process set.
 
     Attributes:
-        set_id: Number of the set. 0 for all ranks.
+        set_id: Number of the set, or 0 for all ranks.
         transport: The members' communicator.
         exchange: Moves the members' data.
         pending: The requests in flight.

@@ -210,9 +210,9 @@ class ProcessSets:
     def give_up(self, set_id: int, number: int, why: str, post: _Post) -> bool:
         """Leave a group, and fail a request in it and all later ones. Returns False if it is not pending.
 
-        Called during engine steps. A message (``number`` -1) is not a request, so no request that was submitted is given
-        up. If a member has submitted the same request and has not read the note yet, both may have agreed to
-        execute it. In that case, the engine fails (``Executor.run_unnamed``).
+        Called during engine steps. A message (``number`` -1) is not a request, so it does not make this rank
+        give up any submitted request. If a member has submitted the same request but has not read the note
+        yet, both may have agreed to execute it. In that case, the engine fails (``Executor.run_unnamed``).
         """
         known = self.registered.get(set_id) if set_id >= FIRST_GROUP else None
         state = known.state if known is not None else None
@@ -234,7 +234,7 @@ class ProcessSets:
         self.on_left(self._transport.rank, note)
 
     def on_left(self, rank: int, note: dict[str, Any]) -> None:
-        """Fail operations that can never complete because a rank has left a group. Called during engine steps."""
+        """Fail operations that cannot complete because a rank left a group. Called during engine steps."""
         known = self.registered.get(note["set"])
         if known is None or (state := known.state) is None:
             return

@@ -194,7 +194,7 @@ def _holder(pid: int) -> str:
 
 
 def _command(pid: int) -> str:
-    """Return a process's id, and its command if known. "" if ``pid`` is a wildcard, as for waitpid()."""
+    """Return a process's id, and its command if known, or "" if ``pid`` is a wildcard as for waitpid()."""
     words = linux.text(f"/proc/{pid}/cmdline").replace("\0", " ").strip()[:100]
     return f"{pid} ({words})" if words else str(pid) if 0 < pid < 1 << 31 else ""
 

@@ -55,7 +55,7 @@ class RunSummary:
 
     Args:
         words: Words of this rank's ring.
-        after: Minimum length, in seconds, of a run that gets a summary. 0 for no summary.
+        after: Minimum length, in seconds, of a run that gets a summary, or 0 for no summary.
         size: Number of ranks.
 
     Attributes:

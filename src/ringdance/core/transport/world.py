@@ -38,7 +38,7 @@ def world_transport(
 
     Args:
         comm: None for all processes, a list of ranks in MPI.COMM_WORLD, or an mpi4py communicator.
-        window_bytes: Size of each rank's buffers in a host's window. 0 for no window.
+        window_bytes: Size of each rank's buffers in a host's window, or 0 for no window.
         vector_bytes: Length of the longest agreement vector.
         common: Values by name. Each must be equal on all ranks.
         least_bytes: Size to use on all ranks instead of ``window_bytes`` if a host lacks room for the latter.

@@ -30,7 +30,7 @@ def run_tasks(
         progress: Shows how much of the work is finished.
 
     Raises:
-        ArgumentError: A task raised it, or a process was killed. The other processes have been stopped.
+        ArgumentError: A task raised it, or a process was killed. The other processes are stopped first.
     """
     try:
         with progress:

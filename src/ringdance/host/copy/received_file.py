@@ -36,8 +36,8 @@ class ReceivedFile:
 
     Attributes:
         have: Number of bytes on this host, or ``DONE``.
-        digest: SHA-256 of the source. Empty until known.
-        failed: True once the copy of this file has been abandoned.
+        digest: SHA-256 of the source, or "" until it is known.
+        failed: True once the copy of this file is abandoned.
     """
 
     def __init__(self, path: str, size: int, mode: int, changed: int) -> None:

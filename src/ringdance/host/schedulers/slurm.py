@@ -51,7 +51,7 @@ def allocation(environ: Mapping[str, str]) -> Allocation | None:
     if len(slots) != len(names):
         raise LaunchError(
             f"Slurm's variables list {len(names)} nodes ({nodes}), but task counts for {len(slots)} "
-            f"nodes ({tasks}). Pass the hosts with -H"
+            f"nodes ({tasks}). Pass the hosts with -H."
         )
     method = "srun" if shutil.which("srun", path=environ.get("PATH")) else "ssh"
     # salloc's shell does not have SLURM_PROCID. A step, for which the user requested tasks from srun, also

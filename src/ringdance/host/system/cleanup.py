@@ -5,7 +5,7 @@ Standard library only: agents run it without ``site``.
 Note [What is removed from /dev/shm]
 A file is removed if (1) its name is one that an MPI library, PyTorch or Python gives, (2) it did not exist
 before the job, (3) a process of the job was seen to have it mapped or open, or its name contains the pid of
-such a process, and (4) no living process has it mapped or open. The name alone never suffices, because
+such a process, and (4) no live process has it mapped or open. The name alone never suffices, because
 another program's file that is closed and not yet removed looks the same. A dead process can no longer be
 inspected. ``Cleanup.watch()`` therefore looks while the job runs, and keeps notes in the job's first
 directory for whichever process has to clean up.

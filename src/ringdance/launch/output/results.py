@@ -70,7 +70,7 @@ class Results:
     """Collects results from the job's directory on this host, and from other hosts in chunks.
 
     Attributes:
-        kept: True once ``keep()`` has been called.
+        kept: True once ``keep()`` is called.
     """
 
     def __init__(self) -> None:

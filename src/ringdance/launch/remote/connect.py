@@ -52,7 +52,7 @@ class Remote:
         errors: Output of ``process`` on stderr.
         local: True if this is the launcher's own host.
         silent: True if the user has been told that the host is silent.
-        started: True if the agent has been asked to start a program.
+        started: True if the agent was asked to start a program.
         ready: True if the agent has prepared the job.
         problem: Reason why the agent could not prepare the job, if any.
         port: A port that the agent has reserved.

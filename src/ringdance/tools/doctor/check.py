@@ -34,7 +34,7 @@ class Usage:
     Attributes:
         slots: Number of ranks by host name, or {} if unknown.
         directories: Directories to which logs and checkpoints will be written.
-        hosts: Names of all hosts. Empty if only this machine is checked.
+        hosts: Names of all hosts, or empty if only this machine is checked.
         cwd: Directory in which the command will run.
     """
 

@@ -145,7 +145,7 @@ def _load(given: argparse.Namespace, on: Instance, options: PlanOptions) -> tupl
         raise LaunchError("pass either --from bench.json, or --model NAME --images-per-second R")
     rate, known = given.images_per_second, models()
     if given.of > 1 and not rate:
-        raise LaunchError(f"--of {given.of} needs the total rate of these ranks. Pass --images-per-second R")
+        raise LaunchError(f"--of {given.of} needs the total rate of these ranks. Pass --images-per-second R.")
     if given.bench is not None:
         load = _measured(given, on, options)
     elif given.model not in known:

@@ -105,6 +105,6 @@ def curve(model: str, target: float) -> Curve:
         known = " and ".join(f"{entry.target:g} of {entry.model}" for entry in curves().values())
         raise LaunchError(
             f"--to-accuracy {target:g}: the number of epochs for {model} is not known, because MLPerf has "
-            f"reference points only for {known}. Pass --epochs instead"
+            f"reference points only for {known}. Pass --epochs instead."
         )
     return known_curve

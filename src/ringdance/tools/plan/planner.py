@@ -52,7 +52,7 @@ class Workload:
             Sorted by these times.
         spread: Standard deviation of a rank's step time, in seconds.
         ranks: Number of ranks in the measurement.
-        cores: Number of cores on which a rank computes. 0 if it uses a GPU.
+        cores: Number of cores on which a rank computes, or 0 if it uses a GPU.
         source: Sentence that says where these values come from.
         others: Maximum share of a host's cores that other programs used during the measurement.
     """
@@ -86,7 +86,7 @@ class PlanOptions:
         wire: Wire dtype of the gradients.
         samples: Samples per epoch, or 0 if unknown.
         epochs: Number of epochs to train, or 0 if ``curve`` determines it.
-        curve: Convergence curve that determines the number of epochs. None if ``epochs`` applies.
+        curve: Convergence curve that determines the number of epochs, or None if ``epochs`` applies.
         host_spread: Standard deviation of a host's step time, as a share of the step time. All ranks on a
             host deviate together.
     """
@@ -205,7 +205,7 @@ def from_bench(path: Path) -> Workload:
     except NO_FORMAT as error:
         raise LaunchError(
             f"{path} is not a measurement from `ringdance bench train --output FILE` "
-            f"({type(error).__name__}: {error}). It may be truncated or from another version. Measure again"
+            f"({type(error).__name__}: {error}). It may be truncated or from another version. Measure again."
         ) from None
     if not gradients or compute <= 0:
         raise LaunchError(f"{path} contains no gradients for the run on {ranks} ranks. Measure again.")

@@ -377,7 +377,7 @@ class GradientExchange:
         self._fast_path.back_off()
 
     def _exchanged(self, union: bytes) -> None:
-        """Record that the gradients in ``union`` have been reduced."""
+        """Record that the gradients in ``union`` were reduced."""
         state = self.state
         if self.operation is not ReduceOp.AVERAGE:
             both = zip(union, state.reduced, strict=True)

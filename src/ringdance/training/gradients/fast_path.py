@@ -39,7 +39,7 @@ class FastPath:
         call: Call that has the name, process set, operation and scales of the exchange.
 
     Attributes:
-        expected_kinds: Kinds of the gradients agreed on last. Empty if one was sparse.
+        expected_kinds: Kinds of the gradients agreed on last, or empty if one was sparse.
     """
 
     def __init__(self, engine: Engine, source: GradientSource, call: Call) -> None:

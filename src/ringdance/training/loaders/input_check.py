@@ -53,7 +53,7 @@ def watch_input(loader: Any) -> Any:
 
 
 class WatchedLoader:
-    """A loader with an endless epoch, which stops the script once it has been measured.
+    """A loader with an endless epoch that stops the script once the loader is measured.
 
     Args:
         loader: Loader to measure. Attributes missing from this class are looked up in the loader.
@@ -79,7 +79,7 @@ class WatchedLoader:
         return len(self.source)  # type: ignore[arg-type]  # Raises TypeError if the source has no length.
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield batches until all ranks have been measured. Then raise ``SystemExit(0)`` on all ranks."""
+        """Yield batches until all ranks are measured. Then raise ``SystemExit(0)`` on all ranks."""
         if not self.begin():
             yield from self.source
             return
