@@ -61,8 +61,8 @@ class Word(enum.IntEnum):
     BYTES = 11
     WAITED = 12  # time that threads waited for results
     STEPS = 13
-    LAST_STEP = 14  # when the last step ended
-    FIRST_STEP = 15  # when the first step ended, which often includes compilation
+    LAST_STEP = 14  # time at which the last step ended
+    FIRST_STEP = 15  # time at which the first step ended, which often includes compilation
     FIRST_WAITED = 16  # WAITED when the first step ended
     LAST_WAITED = 17  # WAITED when the last step ended
     PENDING = 18  # label of the operation that had been waited for longest at the last check, 0 if none

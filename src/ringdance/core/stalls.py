@@ -37,8 +37,8 @@ _DEADLOCK = (
     "submitted anything for {:g} s (setting deadlock_time), so none of them can ever continue."
 )
 _ANSWER_TIMEOUT = 0.5
-_BUSY_TIMEOUT = 1.5  # used if a process may have to wait for a core, or is on another host
-_LOOK_TIMEOUT = 4.0  # for a rank on another host to examine a silent rank there
+_BUSY_TIMEOUT = 1.5  # timeout for a process that may have to wait for a core, or is on another host
+_LOOK_TIMEOUT = 4.0  # timeout for a rank on another host to examine a silent rank there
 _SAME_ANSWER = 0.1  # how long an answer is reused, because examining all threads takes about 20 ms
 _RECHECK = 1.0  # seconds until the next inquiry after an exchange was found to be in progress
 _MOST_PATIENCE = 120.0

@@ -95,7 +95,7 @@ class Shard:
         return np.arange(start, stop, step, dtype=np.int64)
 
     def span(self) -> tuple[int, int, int]:
-        """Return the start, stop and step of the range of this rank's positions."""
+        """Return this rank's positions as a range: start, stop and step."""
         total = total_of(self.length, self.size, self.ends)
         if self.layout == "strided":
             return self.rank, total, self.size

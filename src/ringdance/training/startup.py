@@ -177,7 +177,7 @@ class ParentRank:
 
     Attributes:
         pid: The rank's process ID.
-        place: Its ``rank``, ``size``, ``local_rank`` and so on, by name.
+        place: The rank's ``rank``, ``size``, ``local_rank`` and so on, by name.
         launch: Variables set by the rank's launcher. Their values differ from one launch to the next.
     """
 

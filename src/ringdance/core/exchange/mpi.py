@@ -213,7 +213,7 @@ class MpiExchange(Exchange):
 
         Args:
             length: Length of the longest row, in bytes or elements. The same on all members.
-            row: Maximum length of the part of each row that one round moves, in the same unit.
+            row: Maximum length, in the same unit, of the part of each row that one round moves.
             post: Starts the round that moves the parts at an offset in the rows. The memory passed to it is
                 reused once the round is complete.
         """

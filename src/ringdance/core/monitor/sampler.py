@@ -25,7 +25,7 @@ class Sampler:
     """Takes samples of the metrics. Several threads may use it at the same time.
 
     Args:
-        readers: Readers of the rings of this host's ranks, in the order of their local ranks.
+        readers: Readers for the rings of this host's ranks, ordered by local rank.
     """
 
     def __init__(self, readers: Sequence[RingReader]) -> None:

@@ -113,7 +113,7 @@ class Transport(abc.ABC):
         return parent.event_count, [group.index(self.identities[i].rank) for i in self.host_group]
 
     def ranks_of(self, comm: Any) -> tuple[int, ...]:
-        """Return the ranks (in this communicator, ascending) of the members of a user's communicator.
+        """Return the ranks, in this communicator and ascending, of a user communicator's members.
 
         Raises ArgumentError if ``comm`` cannot be used, or has members outside this communicator.
         """

@@ -24,7 +24,7 @@ from ringdance.host.system import linux
 _log = logging.getLogger("ringdance")
 _FAILED_S = 0.3
 _MOST_BYTES = (1 << 31) - 1  # maximum size of a message between two ranks: the limit of MPI's counts
-_FIRST_TAG = 2  # for messages between two ranks; the engine's notes have tag 1
+_FIRST_TAG = 2  # lowest tag for messages between two ranks; the engine's notes have tag 1
 
 
 class MpiTransport(Transport):
@@ -301,7 +301,7 @@ def _failed(comm: Any) -> list[int]:
 
 
 def translated(group: Any, comm: Any) -> list[int]:
-    """Return the ranks in ``comm`` of the members of an MPI group, and free the group."""
+    """Return the ranks, in ``comm``, of an MPI group's members, and free the group."""
     own = comm.Get_group()
     ranks = list(group.Translate_ranks(list(range(group.Get_size())), own))
     group.Free()

@@ -29,10 +29,10 @@ class ReceivedFile:
     that other users who may write to the directory cannot guess it. Only its owner can read the draft.
 
     Args:
-        path: Its final path on this host.
-        size: Its size in bytes.
-        mode: Its permission bits.
-        changed: Its modification time in ns since the epoch.
+        path: Final path of the file on this host.
+        size: Size in bytes.
+        mode: Permission bits.
+        changed: Modification time in nanoseconds since the epoch.
 
     Attributes:
         have: Number of bytes on this host, or ``DONE``.

@@ -65,7 +65,7 @@ import ringdance.keras as hvd
 import ringdance.numpy
 from ringdance.data import Batch
 
-MEAN, DEVIATION = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)  # of ImageNet's RGB values
+MEAN, DEVIATION = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)  # statistics of ImageNet's RGB values
 Array = np.ndarray[Any, Any]
 
 
@@ -266,7 +266,7 @@ class KerasImageModel:
                 variable.assign(value)
 
     def state(self) -> dict[str, Array]:
-        """Return copies of the variables of the model and the optimizer, for a checkpoint."""
+        """Return copies of the model's and the optimizer's variables, for a checkpoint."""
         return {f"v{number}": read_value(variable) for number, variable in enumerate(self.variables)}
 
     def restore(self, state: dict[str, Array]) -> None:

@@ -53,7 +53,7 @@ import ringdance.torch as hvd
 from ringdance.data import Batch
 from ringdance.recipes import torch_state
 
-MEAN, DEVIATION = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)  # of ImageNet's RGB values
+MEAN, DEVIATION = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)  # statistics of ImageNet's RGB values
 Array = np.ndarray[Any, Any]
 
 
