@@ -132,7 +132,7 @@ class Work:
         order: Number of an unnamed request in its process set, otherwise -1.
         refusal: Reason why this rank's own call was refused (``Engine.refuse``), or None.
         announced: Round in which the request was sent to the other members as a cache miss, otherwise 0.
-        submitted: Time of submission, in seconds of ``time.monotonic``.
+        submitted: Time of submission (``time.monotonic()``).
         waited_since: Time when a thread first waited for the request, on the same clock. 0.0 if none has.
         thread: Identifier of the thread that is waiting for the request. Until a thread waits, this is the
             thread that submitted it.

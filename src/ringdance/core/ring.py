@@ -26,7 +26,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 RING_NAME = "ringdance-ring"
-"""Name of the memory, as shown in /proc/PID/fd of its process."""
+"""Name of a ring's memory, as shown in /proc/PID/fd."""
 
 Label = str | tuple[str, ...]
 RECORD = struct.Struct("<qIHH5II")

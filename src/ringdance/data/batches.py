@@ -1,4 +1,4 @@
-"""The base class of the image and table loaders: threads prepare the batches of an epoch in advance."""
+"""The base class of the image and table loaders. Threads prepare an epoch's batches in advance."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class JaxCall:
     Args:
         call: The collective and its options.
         splits: Number of rows to send to each rank of the set. Only for an alltoall outside of programs.
-        rows: Number of rows of each input. Only for collectives that change the number of rows.
+        rows: Number of rows in each input. Only for collectives that change the number of rows.
     """
 
     call: Call

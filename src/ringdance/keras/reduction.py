@@ -176,7 +176,7 @@ class Distributed:
         object.__setattr__(self, "_given", tuple(variables))
 
     def _reduce(self, gradients: list[Any], variables: Sequence[Any]) -> list[Any]:
-        """Return the reduced gradients of all or some of the step's variables."""
+        """Return the reduced gradients for all or some of the step's variables."""
         place = {id(variable): index for index, variable in enumerate(self._given)}
         if len(variables) == len(place) or any(id(variable) not in place for variable in variables):
             return self._reduce_all(gradients, variables)

@@ -128,7 +128,7 @@ class Agents:
         return {host: agent.problem for host, agent in self._all.items() if agent.problem}
 
     def doing(self, host: str, connected: int) -> str:
-        """Describe the startup progress of a host. ``connected`` is the number of its connected ranks."""
+        """Describe a host's startup progress. ``connected`` is how many of the host's ranks are connected."""
         agent = self._all[host]
         silent = not agent.local and time.monotonic() - agent.heard > _LATE_S
         state = "nothing has been started there" if agent.ready else "it has not created the job's directory"

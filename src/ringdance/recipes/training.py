@@ -44,7 +44,7 @@ class Position:
     Attributes:
         step: Number of steps completed, in all epochs.
         epoch: The current epoch, from 0.
-        done: Number of samples of the current epoch that have been used for training.
+        done: Number of the current epoch's samples that were used for training.
         seconds: Training time so far, including earlier runs.
         best: Highest score of all evaluations.
         worse: Number of evaluations since the best one.

@@ -126,7 +126,7 @@ class _Distributed(Wrapped):
 
     @compiler_disable
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Set the number of backward passes per exchange of gradients. Call this only between steps."""
+        """Set the number of backward passes per gradient exchange. Call this only between steps."""
         super().set_backward_passes_per_step(passes)
         self._prepare()
         if self._exchange is not None:

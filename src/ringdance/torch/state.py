@@ -81,7 +81,7 @@ class _TensorRef(NamedTuple):
 
 
 def _replaced(value: Any, kind: type, replacement: Callable[[Any], Any]) -> Any:
-    """Return a copy of nested dicts, lists and tuples in which all objects of a class are replaced."""
+    """Copy nested dicts, lists and tuples, replacing all objects of type ``kind``."""
     if isinstance(value, kind):
         return replacement(value)
     if isinstance(value, dict):

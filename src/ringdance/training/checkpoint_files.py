@@ -30,7 +30,7 @@ from ringdance.host.files import open_at_once, sync_path
 _log = logging.getLogger("ringdance")
 _MOST_BYTES = 1 << 16  # Maximum size of a manifest in bytes.
 TABLE = ".npy"
-"""Suffix of a checkpoint's table file, appended to the name of the checkpoint file."""
+"""Suffix appended to a checkpoint file's name to form the name of its table file."""
 tokens: set[str] = set()
 """Tokens of the saves in progress in this process. See Note [Manifests]."""
 _naming = threading.Lock()  # Serializes this process's writers that use the same directory and name.

@@ -123,7 +123,7 @@ class Checkpoints:
         self._on_rank_zero(result)
 
     def numbers(self) -> list[int]:
-        """Return the numbers of the complete checkpoints, in the order of saving."""
+        """Return the numbers of all complete checkpoints, in the order in which they were saved."""
         return self._on_rank_zero(lambda: [saved.number for saved in self._files.scan() if not saved.problem])
 
     def read(

@@ -53,7 +53,7 @@ def chunks(sizes: tuple[int, ...], limit: int, members: int) -> tuple[tuple[tupl
     """Return, for each chunk and each member, the segments of the block that the member owns.
 
     Args:
-        sizes: Number of elements of each tensor.
+        sizes: Number of elements in each tensor.
         limit: Maximum number of elements per chunk. All chunks have about the same size.
         members: Number of blocks per chunk.
     """

@@ -60,7 +60,7 @@ class _ChunkInFlight:
         self._pending: Pending | None = None
 
     def start(self, buffer: Array, how: Reduction) -> None:
-        """Send the contents of ``buffer``, which is a part of ``memory``."""
+        """Send the contents of ``buffer``, which is part of ``memory``."""
         self.buffer, self._how = buffer, how
         size = self._transport.size
         by_mpi = self._small >= 0 and (sends_to_few(size) or buffer.nbytes <= self._small)
@@ -138,7 +138,7 @@ class ChunkPipeline:
         """Reduce chunks.
 
         Args:
-            lengths: Number of elements of each chunk.
+            lengths: Number of elements in each chunk.
             how: How the chunks are reduced.
             load: Called with a chunk's number and an array, which it fills with this member's input.
             unload: Called with a chunk's number and its result, which it copies with ``how.deliver``. The
@@ -331,7 +331,7 @@ class MpiExchange(Exchange):
 
 
 class _Memory:
-    """Buffers of a round in flight. Later rounds of the same collective reuse them."""
+    """Buffers for a round in flight. Later rounds of the same collective reuse them."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, Array] = {}

@@ -109,7 +109,7 @@ def _wire(members: int, chunk_bytes: int) -> int:
 
 
 def _block(chunk: int, blocks: int) -> int:
-    """Return the maximum size, in bytes, of one block of a chunk."""
+    """Return the maximum size, in bytes, of a block in a chunk."""
     return chunk // blocks + MIN_BLOCK_BYTES
 
 

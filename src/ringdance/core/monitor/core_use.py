@@ -12,7 +12,7 @@ from ringdance.host.limits import affinity, quota, words_of
 
 
 class _Times(NamedTuple):
-    """Times in seconds: clock time, idle time and total time of the cores, and CPU time of the cgroup."""
+    """Times in seconds: clock time, the cores' idle and total time, and the cgroup's CPU time."""
 
     clock: float
     idle: float

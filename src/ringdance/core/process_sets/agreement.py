@@ -49,7 +49,7 @@ def set_bits(bits: int) -> list[int]:
 
 
 class VectorLayout:
-    """Positions of the fields for a set of ``size`` members."""
+    """Field positions for a set of ``size`` members."""
 
     def __init__(self, size: int) -> None:
         self.everyone = (1 << size) - 1

@@ -1,4 +1,4 @@
-"""The registry of an engine's process sets. Sets are added and removed by agreement of all ranks."""
+"""The registry of an engine's process sets. Sets are added and removed when all ranks agree."""
 
 from __future__ import annotations
 

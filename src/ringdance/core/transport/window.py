@@ -34,7 +34,7 @@ def _round_up(number: int, unit: int) -> int:
 
 
 def window_size(members: int, vector_bytes: int, buffer_bytes: int) -> int:
-    """Return the size in bytes of a window for this number of members."""
+    """Return the size, in bytes, of a window with this number of members."""
     control = _round_up(members * (_LINE + 2 * (_round_up(vector_bytes, _LINE) + PIGGYBACK_BYTES)), _PAGE)
     return control + members * 2 * _round_up(buffer_bytes, _PAGE)
 

@@ -48,7 +48,7 @@ class SplitPlan:
         images: Number of images.
         size: Total size of the images in bytes.
         root, classes, tars, changed: Same as in ``Source``.
-        first: Number of each file's first image, followed by the total number of images.
+        first: Index of each file's first image, followed by the total number of images.
         names_at: Offset of each file's names in ``train.names``, followed by the size of ``train.names``.
     """
 

@@ -20,7 +20,7 @@ _TYPES = [
 ]
 
 Texts = tuple[Array, Array]
-"""The strings of a column: their offsets and the end of the last one, shape (n + 1,), and their bytes."""
+"""A column's strings: their offsets, followed by the end of the last one, shape (n + 1,), and their bytes."""
 
 
 def parse(data: Array, starts: Array, fields: int, table_size: int) -> Rows:
@@ -38,7 +38,7 @@ def parse(data: Array, starts: Array, fields: int, table_size: int) -> Rows:
 
 
 def texts(column: Any) -> Texts:
-    """Return the strings of an Arrow array of type binary, without copying them."""
+    """Return the strings in a binary Arrow array, without copying them."""
     _, begins, data = column.buffers()
     offsets = np.frombuffer(begins, np.int32)[column.offset : column.offset + len(column) + 1]
     return offsets, np.frombuffer(data or b"", np.uint8)

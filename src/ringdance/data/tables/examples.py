@@ -36,7 +36,7 @@ def bounds(data: Array) -> Array:
 
 
 def scan(data: Array) -> tuple[int, Array]:
-    """Return the number of records, and the offset of every 256th record followed by the end."""
+    """Return the record count, and the offset of every 256th record, followed by the end."""
     if not tfrecord.is_head(bytes(data[:_HEAD])):
         raise RowError("it is not a TFRecord file, because it does not begin with a record")
     starts = bounds(data)

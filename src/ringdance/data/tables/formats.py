@@ -99,7 +99,7 @@ def scan(path: Path, name: str) -> tuple[int, int, Array]:
 
 
 def _line_blocks(data: Array, begin: int) -> tuple[int, Array]:
-    """Return the number of lines, and the offset of every 256th line followed by the end."""
+    """Return the line count, and the offset of every 256th line, followed by the end."""
     rows, offsets = 0, [np.array([begin])]
     for at in range(begin, len(data), _CHUNK):
         ends = np.flatnonzero(data[at : at + _CHUNK] == lines.NEWLINE) + (at + 1)

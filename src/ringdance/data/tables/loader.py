@@ -93,7 +93,7 @@ class TableLoader(Batches):
         return epoch.pool.submit(self._read, part, epoch.stop).result
 
     def _read(self, parts: list[Part], stopped: threading.Event) -> list[TableBatch]:
-        """Read the rows of a group of batches together."""
+        """Read the rows for a group of batches together."""
         if stopped.is_set():
             return []
         try:

@@ -73,7 +73,7 @@ def planted(rows: int, seed: int = 0, day: int = 0, start: int = 0) -> Iterator[
 
     Args:
         rows: Number of rows. A smaller number yields a prefix of the same rows.
-        seed: Random seed of the hidden weights and of the rows.
+        seed: Random seed for the hidden weights and the rows.
         day: Day number, from 0. Each day has different rows, generated with the same weights.
         start: Number of the first row.
     """
@@ -86,7 +86,7 @@ def planted(rows: int, seed: int = 0, day: int = 0, start: int = 0) -> Iterator[
 
 @lru_cache(maxsize=1)
 class _Hidden:
-    """The hidden weights (column 0 of each array) and factors (other columns) of the fields."""
+    """The fields' hidden weights (column 0 of each array) and factors (other columns)."""
 
     def __init__(self, seed: int) -> None:
         random = np.random.RandomState([seed, 1 << 20])

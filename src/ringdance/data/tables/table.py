@@ -230,5 +230,5 @@ class Table(Files):
 
 
 def _offsets(file: TableFile) -> int:
-    """Return the number of a file's offsets in the index. See Note [The index of a table]."""
+    """Return how many offsets the index holds for a file. See Note [The index of a table]."""
     return -(-file.rows // BLOCK) + 1

@@ -16,7 +16,7 @@ class Allocation:
     """Hosts allocated by a scheduler.
 
     Attributes:
-        hosts: Name and number of slots of each host.
+        hosts: Each host's name and number of slots.
         source: Name of the scheduler, for messages.
         method: Program that starts processes on the hosts: "ssh" or "srun".
         ssh_arguments: Further arguments for ssh, set by the scheduler.

@@ -194,7 +194,7 @@ def start_of(pid: int) -> str:
 
 
 def name_of(pid: int) -> str:
-    """Return the short name of a process, even of a zombie."""
+    """Return a process's short name, even for a zombie."""
     return text(f"/proc/{pid}/comm") or "a process"
 
 

@@ -157,7 +157,7 @@ def group(channels: int) -> nn.Module:
 
 
 def load_weights(model: nn.Module, file: str, option: str, is_head: Callable[[str], bool]) -> list[str]:
-    """Load a state dict, but skip a head of another shape. Returns the names of skipped parameters.
+    """Load a state dict, but skip a head with a different shape. Returns the names of skipped parameters.
 
     Raises:
         SystemExit: The file cannot be read, or contains another model.

@@ -275,7 +275,7 @@ class KerasImageModel:
             variable.assign(state[f"v{number}"])
 
     def load_weights(self, file: str) -> list[str]:
-        """Load weights, but skip a head of another shape. Returns the names of skipped weights."""
+        """Load weights, but skip a head with a different shape. Returns the names of skipped weights."""
         body = self.body()
         before = {weights.path: read_value(weights) for weights in body.trainable_weights}
         try:

@@ -96,7 +96,7 @@ class Check:
         description: What is checked and why it matters.
         judge: Function that returns the findings. Takes a ``HostFacts``, or a mapping of host names to
             ``HostFacts`` if ``compares`` is True.
-        needs: Names of the probes whose facts ``judge`` reads. Default: the probe with the name of the area.
+        needs: Names of the probes whose facts ``judge`` reads. Default: the probe named after the area.
         compares: If True, the check compares hosts and is skipped if there is only one.
     """
 

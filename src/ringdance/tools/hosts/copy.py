@@ -112,7 +112,7 @@ class Copy:
             if not left:
                 break
         for host in left:
-            self._fail(host, "the previous host repeatedly lost its connection to this host. Pass --direct")
+            self._fail(host, "the previous host repeatedly lost its connection to this host. Pass --direct.")
         self._ask("over", self._hosts.connected)
         return self.outcomes
 

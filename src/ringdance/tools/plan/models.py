@@ -38,7 +38,7 @@ class KnownModel:
 
     @property
     def parameters(self) -> list[tuple[int, int]]:
-        """Each parameter's number of elements and of positions (see ``tensors``), in forward order."""
+        """Each parameter's element and position counts (see ``tensors``), in forward order."""
         words = list[str]()
         for row in self.tensors.strip().splitlines():
             times, _, tensors = row.rpartition(":")

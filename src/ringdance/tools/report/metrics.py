@@ -138,7 +138,7 @@ class RunMetrics:
         return self.in_use(host) - used / cores if cores else 0.0
 
     def mean(self, key: str, host: str = "") -> float:
-        """Return the mean of the gauge ``key`` in the training samples of ``host``. Default: all hosts."""
+        """Return the mean of gauge ``key`` over the training samples from ``host``. Default: all hosts."""
         rows = [row for rank in self.ranks if host in ("", rank.host) for row in rank.training if key in row]
         return fmean([row[key] for row in rows]) if rows else 0.0
 

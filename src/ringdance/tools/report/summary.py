@@ -150,7 +150,7 @@ def ranks_of(trace: Trace) -> list[RankTimes]:
 
 
 def summarize(trace: Trace) -> dict[str, Any]:
-    """Return a summary of a trace. All times are in seconds. Times of a rank are means over its steps."""
+    """Summarize a trace. All times are in seconds. A rank's times are means over its steps."""
     ranks = ranks_of(trace)
     tensors, unfinished = _tensors(trace, {rank.rank: rank for rank in ranks})
     marked = any(rank.numbers != [0] for rank in ranks)

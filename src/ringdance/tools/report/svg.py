@@ -121,9 +121,9 @@ def write(
     Args:
         file: Path that ends in ``.svg``.
         panels: Lines by name for each plot, by the title of the plot.
-        x_labels: Label of the x axis of each plot, including the unit.
-        y_labels: Label of the y axis of each plot, including the unit.
-        noise: Half the width of the confidence interval of each point, as a share of y, by line name.
+        x_labels: Each plot's x-axis label, including the unit.
+        y_labels: Each plot's y-axis label, including the unit.
+        noise: Half-width of each point's confidence interval, as a fraction of y, by line name.
         logarithmic: If True, the x axes are logarithmic.
         from_zero: If True, the y axes start at 0. Otherwise they start near the smallest value.
     """

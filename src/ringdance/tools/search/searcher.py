@@ -255,7 +255,7 @@ class Searcher:
         self._say(one, f"failed: {reason}")
 
     def _set_aside(self, one: Attempt) -> Path:
-        """Move the directory of a failed attempt to ``failed``. Returns the new path of the directory."""
+        """Move a failed attempt's directory to ``failed``. Returns the directory's new path."""
         failed, name = self.study.directory / "failed", one.directory.name
         target = failed / f"{name}.{1 + len(list(failed.glob(f'{name}.*')))}"
         failed.mkdir(exist_ok=True)

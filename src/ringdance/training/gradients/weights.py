@@ -96,7 +96,7 @@ def _key(engine: Engine, set_id: int, name: str) -> _Key:
 
 
 def step_of(elements: int) -> int:
-    """Return the step of a slice that selects at most ``PLACES`` of ``elements`` elements."""
+    """Return the slice step with which at most ``PLACES`` of ``elements`` elements are selected."""
     return max(1, -(-elements // PLACES))
 
 

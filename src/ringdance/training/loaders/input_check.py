@@ -176,7 +176,7 @@ class WatchedLoader:
         return True
 
     def _report(self) -> None:
-        """Write the metrics of all ranks to the stdout of rank 0."""
+        """Write all ranks' metrics to rank 0's stdout."""
         seconds, used = time.perf_counter() - self._times[0], self._cpu_seconds() - self._cpu
         row = {
             "unit": self._unit, "samples": self._samples, "seconds": round(seconds, 4),
@@ -216,7 +216,7 @@ def bytes_of(batch: Any) -> int:
 
 
 def samples_of(batch: Any) -> int:
-    """Return the number of samples in a batch: the length of its first array or list."""
+    """Return the number of samples in a batch, which is the length of its first array or list."""
     if hasattr(batch, "labels"):  # A batch of image_loader or table_loader.
         batch = batch.labels
     elif isinstance(batch, Mapping) and batch:

@@ -69,7 +69,7 @@ class Measured(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """The difference of two medians as a share of the first, and its standard error."""
+    """The relative difference between two medians, and its standard error."""
 
     difference: float
     error: float
