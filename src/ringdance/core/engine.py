@@ -147,7 +147,7 @@ class Engine:
         name = request.name
         work = Work(request, name or "", self._wait)
         with self._lock:
-            if state.stopped or self.end.closed:  # check again under the lock, or this Work may never end
+            if state.stopped or self.end.closed:  # check again under the lock, or this Work may hang
                 if self.end.closed or not request.set_id:
                     raise self.end.error()
                 raise ProcessSetRemovedError(
@@ -247,7 +247,7 @@ class Engine:
         if self._progress_engine is None:
             self.sets.add_group(set_id, ranks)
             return set_id
-        while not self._exclusively(self.sets.add_group, set_id, ranks):  # retry, as peers wait
+        while not self._exclusively(self.sets.add_group, set_id, ranks):  # peers wait, so retry
             if self.end.closed:
                 raise self.end.error()
         return set_id

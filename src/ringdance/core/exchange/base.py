@@ -84,7 +84,7 @@ class Exchange(abc.ABC):
     Attributes:
         set_id: Process set of the members, named in records.
         devices: Exchanges for the members' tensors on devices, by kind of device.
-        chunk_bytes: Chunk size, in bytes, of an all-reduce within a host, or 0 if there are none.
+        chunk_bytes: Chunk size, in bytes, of an all-reduce within a host, or 0 without chunks.
         most_chunk_bytes: Upper bound for changes of ``chunk_bytes``.
         wire_bytes: Number of bytes sent between hosts at a time, or 0 if nothing is sent between hosts.
         flat: True if all-reduces skip the stage within hosts, or None if there is only one stage.

@@ -52,7 +52,7 @@ class Sizes:
 
     @property
     def max_wire(self) -> int:
-        """Maximum total size of the blocks that are sent together. Memory is allocated for this size."""
+        """Maximum size of the blocks that are sent together. Memory is allocated for this size."""
         return max(self.max_flat_chunk, self.first_wire)
 
     def changed(self, chunk: int, wire: int) -> Sizes:

@@ -29,7 +29,7 @@ _COMPRESSED: dict[str, Callable[[Any], Any]] = {
 }  # fmt: skip
 PARQUET = ".parquet"
 _PARQUET_ROW = 256  # approximate size of a row as text, in bytes
-_HEAD = 1 << 16  # number of bytes to inspect at the start of a file, which must include the first line
+_HEAD = 1 << 16  # number of bytes to inspect at the start of a file; they must include the first line
 _SHARE = 100  # more than one broken row in 100 suggests that the format was not recognized
 
 

@@ -117,7 +117,7 @@ class Receiver:
     def _accept(self, token: bytes) -> None:
         assert self._listener
         sock = accept(self._listener, token)
-        if sock is not None:  # None if the previous host failed to authenticate itself
+        if sock is not None:  # None if the peer failed to authenticate itself
             self._stop_listening()
             self._before = sock, Frames(sock.fileno(), sock.fileno())
             self._selector.register(sock, selectors.EVENT_READ, self._from_before)

@@ -25,7 +25,7 @@ Array = NDArray[np.float64]
 Members = dict[int, tuple[float, float]]
 """Start and end of one negotiation, by rank."""
 
-_LATE = 0.05  # fraction of a step by which a late rank is behind the others
+_LATE = 0.05  # a rank is late if it lags behind the others by more than this fraction of a step
 _OFTEN = 0.3  # fraction of steps above which a late rank is reported
 _RANK = re.compile(r"rank (\d{1,9}) on (.*) \(pid (\d{1,9})\)")
 _THREAD = re.compile(r"rank (\d{1,9})")

@@ -90,7 +90,7 @@ class GroupWork(dist.Work):
         self._tensors, self._finish, self._timeout = list(tensors), finish, timeout
         self._expected, self._lock = expected, threading.Lock()
         self._complete = False
-        self._seen = False  # True once the caller knows that the work is complete.
+        self._seen = False  # True once the caller was told that the work is complete.
         self._error: BaseException | None = None
         self._future: _Future | None = None
         self._settled = False

@@ -31,7 +31,7 @@ Started = tuple[list[Any], Callable[[], list[list[Tensor]]]]
 _DTYPES = know_dtypes(torch)
 _SUMMED = frozenset({torch.uint8, torch.int8, torch.int32, torch.int64})
 _HALVES = frozenset({torch.float16, torch.bfloat16})
-_aborted: list[Any] = []  # Aborted groups are kept alive, because unfinished calls still use their tensors.
+_aborted: list[Any] = []  # Keeps aborted groups alive, because their unfinished calls still use tensors.
 
 
 def exchanges(kind: Collective, operation: ReduceOp, scales: tuple[float, float], dtype: torch.dtype) -> bool:

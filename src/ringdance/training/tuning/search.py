@@ -22,11 +22,11 @@ _PASSES = (((2,), 1), ((2, 1), 1), ((2, 1), 2))
 _RECENT = 12  # Number of recent steps of a point that count, because the machine's speed drifts.
 _LEAST_NOISE = 0.01  # Minimum noise, as a share of the step time. A few steps may have less by chance.
 _WORTH = 0.02  # Minimum gain. Smaller gains are ignored.
-_CLEAR = 0.25  # Gain from which on no confirmation is needed.
+_CLEAR = 0.25  # Gains of at least this size need no confirmation.
 # Number of turns needed if all agree, and if one disagrees. Either happens by chance in 1% of cases.
 _PAIRS = 8, 11
 _TURN = 3  # Number of steps at the start point, and at the best point, in each turn of the final comparison.
-_EXPOSED = 0.03  # Minimum share of a step spent waiting for which exchanges are worth tuning.
+_EXPOSED = 0.03  # Exchanges are worth tuning if waiting takes at least this fraction of a step.
 
 
 @dataclass(frozen=True)
