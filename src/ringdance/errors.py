@@ -102,7 +102,7 @@ class LaunchError(RingdanceError, RuntimeError):
 
     Attributes:
         problem: What is wrong.
-        fix: What to do about it, for callers that show the advice separately. Empty if unknown.
+        fix: What to do about it, or "" if unknown, for callers that show the advice separately.
     """
 
     def __init__(self, problem: str, fix: str = "") -> None:

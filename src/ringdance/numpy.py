@@ -169,5 +169,5 @@ def join() -> int:
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Return once all ranks in the set have called this function."""
+    """Block until all ranks in the set have called this function."""
     collectives.barrier(session.engine(), set_id(process_set))

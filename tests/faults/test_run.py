@@ -763,5 +763,5 @@ def test_no_directory_for_temporary_files_is_told_in_a_line(tmp_path: Path) -> N
     assert done.returncode == 2
     assert done.stderr.splitlines() == [
         "ringdance run: no directory for temporary files (/no-such-directory: it does not exist; "
-        "/tmp: it is not writable; /var/tmp: it is not writable). Set TMPDIR to a writable directory"
+        "/tmp: it is not writable; /var/tmp: it is not writable). Set TMPDIR to a writable directory."
     ]

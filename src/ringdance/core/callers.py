@@ -96,7 +96,8 @@ class Callers:
         Each entry is a thread's kernel id and its time from ``wakeable``, or 0 if the time does not matter.
         """
         numbers = {thread.ident: thread.native_id or 0 for thread in threading.enumerate()}
-        # A negative key marks a C thread that has called Python, because its kernel thread id is unknown.
+        # Threads created in C that have called into Python get a negative key, because their kernel thread
+        # ids are unknown.
         frames = {numbers.get(ident, -ident): frame for ident, frame in sys._current_frames().items()}
         waiting = {number for number, frame in frames.items() if _waits(frame)}
         callers = {number: _package(frame) for number, frame in frames.items() if number not in waiting}

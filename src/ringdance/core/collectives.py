@@ -81,7 +81,7 @@ def execute(exchange: Exchange, members: Sequence[int], batch: Sequence[AgreedRe
             results.append((yield from _alltoall(exchange, request, item.work)))
         elif d.kind == Collective.REDUCESCATTER:
             results.append((yield from _reducescatter(exchange, request)))
-        elif d.kind == Collective.BARRIER:  # the round has already synchronized the members
+        elif d.kind == Collective.BARRIER:  # nothing to do, as the round has synchronized the members
             results.append([])
         else:
             raise _not_executed(d.kind)
@@ -122,7 +122,7 @@ def allreduce_flat(exchange: Exchange, requests: Sequence[Request], how: Reducti
 
 
 def _flatten(requests: Sequence[Request]) -> tuple[list[list[Array]], list[Array], list[Array]]:
-    """Return the outputs of each request, a flat view of every input, and a flat view of every output."""
+    """Return each request's outputs, and flat views of all inputs and of all outputs."""
     outputs = [_outputs(request) for request in requests]
     inputs = [view.reshape(-1) for request in requests for view in request.inputs]
     return outputs, inputs, [view.reshape(-1) for group in outputs for view in group]
@@ -218,7 +218,7 @@ def _reducescatter(exchange: Exchange, request: Request) -> Steps:
 
 
 def complete_alone(work: Work, rank: int, change_set: Callable[[Description], int]) -> None:
-    """Complete a request of a process set whose only member is this rank.
+    """Complete a request to a process set whose only member is this rank.
 
     Args:
         work: The request's Work.

@@ -48,9 +48,9 @@ from ringdance.errors import (
     StallError,
 )
 
-_OF_NOTES = {"StallError": StallError, "DeadlockError": DeadlockError}  # RankLostError for other names
-_FIGURES_S = 1.0  # time that rank 0 waits for figures, which all ranks send at the same time
-_REASON_S = 0.2  # time to wait for the note with the reason why another rank has stopped
+_OF_NOTES = {"StallError": StallError, "DeadlockError": DeadlockError}  # any other name means RankLostError
+_FIGURES_S = 1.0  # how long rank 0 waits for the other ranks' figures; all ranks send theirs at the same time
+_REASON_S = 0.2  # how long to wait for the note that says why another rank stopped
 
 
 @dataclass(eq=False)
@@ -145,7 +145,7 @@ class EngineEnd:
         summary, limit = self.summary, time.monotonic() + _FIGURES_S
         self.recorder.publish()
         if self._identity.rank:
-            if summary.wanted(0.5):  # tolerant, because rank 0 decides by its own clock
+            if summary.wanted(0.5):  # a lower threshold, because rank 0 decides by its own clock
                 self.peers.post(0, {"kind": "figures", "figures": summary.figures()})
             return
         while summary.wanted() and not summary.complete and time.monotonic() < limit:
@@ -157,8 +157,8 @@ class EngineEnd:
 
         Args:
             error: Reason for the failure.
-            departed: The rank whose program has exited. "" if no program has exited.
-            notify: If True, send the error to the peers. False if a peer has reported it.
+            departed: The rank whose program has exited, or "" if no program has exited.
+            notify: Send the error to the peers. Pass False if a peer already reported it.
         """
         if self.closed:
             return
@@ -196,7 +196,7 @@ class EngineEnd:
         self.fail(error, departed=who)
 
     def fail_by(self, error: BaseException) -> None:
-        """Fail because of an error, with RankLostError if the error shows that a rank has died."""
+        """Fail with an error, or with RankLostError if the error shows that a rank has died."""
         if isinstance(error, CollectiveError):
             self.fail(error)
             return
@@ -210,7 +210,7 @@ class EngineEnd:
             self.fail_lost(who or "A rank")
 
     def abandon(self, work: Work) -> None:
-        """Fail a Work that is in no collection because of an interrupt. Called after the engine has ended."""
+        """Fail a Work that an interrupt kept out of all collections. Called after the engine has ended."""
         if not work.done():
             work.finish(error=None if work is self.stop_work else self.error())
 

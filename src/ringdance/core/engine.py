@@ -147,7 +147,7 @@ class Engine:
         name = request.name
         work = Work(request, name or "", self._wait)
         with self._lock:
-            if state.stopped or self.end.closed:  # check again under the lock: this Work would never be done
+            if state.stopped or self.end.closed:  # check again under the lock, or this Work may hang
                 if self.end.closed or not request.set_id:
                     raise self.end.error()
                 raise ProcessSetRemovedError(
@@ -247,13 +247,13 @@ class Engine:
         if self._progress_engine is None:
             self.sets.add_group(set_id, ranks)
             return set_id
-        while not self._exclusively(self.sets.add_group, set_id, ranks):  # retry: the members are waiting
+        while not self._exclusively(self.sets.add_group, set_id, ranks):  # peers wait, so retry
             if self.end.closed:
                 raise self.end.error()
         return set_id
 
     def group_numbers(self) -> list[int]:
-        """Return the numbers of this rank's sets that were made by ``add_group``."""
+        """Return the numbers of the sets that this rank has made with ``add_group``."""
         return [set_id - FIRST_GROUP for set_id in self.sets.ranks() if set_id >= FIRST_GROUP]
 
     def leave_group(self, set_id: int) -> None:
@@ -306,7 +306,7 @@ class Engine:
 
         Args:
             set_id: The process set.
-            number: The request's ``order``. -1 for a message between two ranks.
+            number: The request's ``order``, or -1 for a message between two ranks.
             message: Text of the error.
         """
 
@@ -361,5 +361,5 @@ class Engine:
 
 
 def _across_hosts(hosts: Sequence[str], rank: int, local_rank: int) -> list[int]:
-    """Return the ranks with this local rank, one per host that has one. On its own host, this is ``rank``."""
+    """Return each host's rank with this local rank, if any. On the host of ``rank``, return ``rank``."""
     return [i for i, host in enumerate(hosts) if i == rank or hosts[:i].count(host) == local_rank]

@@ -29,14 +29,14 @@ def note(name: str, owner: str, what: str, tensors: Sequence[str]) -> None:
 
 
 def labels_of(names: Iterable[str]) -> dict[str, str]:
-    """Return the labels of those names that have one. Another rank passes the result to ``adopt``."""
+    """Return the labels of the names that have one. Another rank passes the result to ``adopt``."""
     return {name: _tensors[name][0] for name in names if name in _tensors}
 
 
 def adopt(labels: dict[str, str]) -> None:
     """Adopt another rank's labels for names that have no label on this rank."""
     for name, label in labels.items():
-        taken = any(label == other for other, _ in list(_tensors.values()))  # list(): other threads may add
+        taken = any(label == other for other, _ in list(_tensors.values()))  # a copy: other threads may add
         _tensors.setdefault(name, (f"{label} ('{name}')" if taken else label, ()))
 
 
@@ -46,7 +46,7 @@ def known(name: str, number: int) -> bool:
 
 
 def tensors_of(name: str) -> Sequence[str]:
-    """Return the names of the tensors that a call exchanges. Empty if they are unknown."""
+    """Return the names of the tensors that a call exchanges, or an empty sequence if unknown."""
     return _tensors.get(name, ("", ()))[1]
 
 

@@ -92,7 +92,7 @@ class Peers:
             self._watch.pauses.pop(rank, None)
 
     def lost(self) -> str:
-        """Describe a rank on this host that has exited while a round was waiting for it. "" if none has."""
+        """Describe a rank on this host that exited while a round waited for it, or return "" if none did."""
         for rank in self._waited_for():
             if self._transport.state(rank) == "gone":
                 return str(self._transport.identities[rank])
@@ -113,7 +113,7 @@ class Peers:
         assert stall is not None
         self.post_all({"kind": "stacks"})
         self._save_stacks(self._transport.rank, all_stacks())
-        for rank, stacks in stall.stacks.items():  # a rank that does not answer cannot write its stacks
+        for rank, stacks in stall.stacks.items():  # ranks that do not answer cannot write their own stacks
             self._save_stacks(rank, stacks)
         content = {"time": time.time(), "message": text, **stall.as_json()}
         return self._recorder.save("stall", self._identity, json.dumps(content, indent=1))

@@ -19,8 +19,8 @@ from ringdance.core.stepping import Stepper
 from ringdance.core.transport.eventcount import yield_core
 
 _IDLE = 0.1
-_FOLLOWER_POLL = 0.02  # followers poll, because two threads that wait for the same Work share one event
-_TRANSIT_SLEEP = 1e-4  # between hosts, MPI moves data only during calls: longer sleeps would stall transfers
+_FOLLOWER_POLL = 0.02  # threads waiting for the same Work share one event, so followers must poll
+_TRANSIT_SLEEP = 1e-4  # short, because MPI moves data between hosts only while it is being called
 _FIRST_BACKOFF = 5e-5
 
 

@@ -56,8 +56,8 @@ class BatchRecord:
 
 
 _RECORDS = 256  # maximum number of records in a flight record
-_SMALL = 64  # maximum number of records of small batches that are held back
-# Faster as integers than as members of an Enum.
+_SMALL = 64  # maximum number of small-batch records to hold back
+# Plain integers, which are faster than Enum members.
 _SUBMIT, _BATCH, _CHUNK = int(Kind.SUBMIT), int(Kind.BATCH), int(Kind.CHUNK)
 _WAIT, _STEP = int(Kind.WAIT), int(Kind.STEP)
 _DETAIL, _WRITTEN, _WAITED, _LAST_WAITED, _STEPS, _LAST_STEP = (
@@ -71,8 +71,8 @@ class Recorder:
     """Records this rank's activities in a ring. All reports are made from these records.
 
     Args:
-        directory: Directory for flight records. "" for the system's temporary directory.
-        ring: Memory for the records. None for memory that only this process can access.
+        directory: Directory for flight records, or "" for the system's temporary directory.
+        ring: Memory for the records, or None for memory that only this process can access.
 
     Attributes:
         words: Header of the ring, see ``ring.Word``.

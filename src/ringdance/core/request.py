@@ -94,7 +94,7 @@ class Request:
             inputs). If None, the engine allocates them, 64-byte aligned.
         name: Key that matches this request with the other ranks' requests. If None, the request is matched
             by its position in the order of submission.
-        set_id: Process set. 0 for all ranks.
+        set_id: Process set, or 0 for all ranks.
         splits: For alltoall only: number of rows for each member (int64), for each tensor in the group.
         ready: For tensors on a device: the event after which the inputs hold the data to send.
     """
@@ -132,7 +132,7 @@ class Work:
         order: Number of an unnamed request in its process set, otherwise -1.
         refusal: Reason why this rank's own call was refused (``Engine.refuse``), or None.
         announced: Round in which the request was sent to the other members as a cache miss, otherwise 0.
-        submitted: Time of submission, in seconds of ``time.monotonic``.
+        submitted: Time of submission (``time.monotonic()``).
         waited_since: Time when a thread first waited for the request, on the same clock. 0.0 if none has.
         thread: Identifier of the thread that is waiting for the request. Until a thread waits, this is the
             thread that submitted it.

@@ -26,7 +26,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 RING_NAME = "ringdance-ring"
-"""Name of the memory, as shown in /proc/PID/fd of its process."""
+"""Name of a ring's memory, as shown in /proc/PID/fd."""
 
 Label = str | tuple[str, ...]
 RECORD = struct.Struct("<qIHH5II")
@@ -52,7 +52,7 @@ class Word(enum.IntEnum):
     RANK = 2
     SIZE = 3
     EPOCH_OFFSET = 4  # time since the epoch minus monotonic time
-    CLOSED = 5  # 1 once the rank has left the job
+    CLOSED = 5  # 1 once the rank leaves the job
     DETAIL = 6  # a reader sets this to have submissions and chunks recorded as well
     LABELS = 7  # number of label bytes written
     WRITTEN = 8  # approximate number of records written so far
@@ -61,15 +61,15 @@ class Word(enum.IntEnum):
     BYTES = 11
     WAITED = 12  # time that threads waited for results
     STEPS = 13
-    LAST_STEP = 14  # when the last step ended
-    FIRST_STEP = 15  # when the first step ended, which often includes compilation
+    LAST_STEP = 14  # time at which the last step ended
+    FIRST_STEP = 15  # time at which the first step ended, which often includes compilation
     FIRST_WAITED = 16  # WAITED when the first step ended
     LAST_WAITED = 17  # WAITED when the last step ended
     PENDING = 18  # label of the operation that had been waited for longest at the last check, 0 if none
     PENDING_SINCE = 19
 
 
-_WRITTEN = int(Word.WRITTEN)  # faster as an integer than as a member of an Enum
+_WRITTEN = int(Word.WRITTEN)  # a plain integer, which is faster than an Enum member
 
 
 class Kind(enum.IntEnum):
@@ -160,7 +160,7 @@ class Ring:
     """Writes the records of this rank to a ring.
 
     Args:
-        memory: Memory from ``shared_memory``. None for memory that only this process can access.
+        memory: Memory from ``shared_memory``, or None for memory that only this process can access.
 
     Attributes:
         words: Header, see ``Word``.
@@ -231,7 +231,7 @@ class Ring:
                 return self.labels.get(names, 0)
             self.view[start:end] = _LENGTH.pack(length) + data
             self.words[Word.LABELS] = end - _HEADER
-            self.labels[names] = number = len(self.labels)  # last: readers can now look it up
+            self.labels[names] = number = len(self.labels)  # last, because readers can now look it up
         return number
 
 
@@ -274,13 +274,13 @@ class RingReader:
         return bytes(self._view[at : at + most]).partition(b"\0")[0].decode(errors="replace")
 
     def name(self, number: int) -> Label:
-        """Return the label with this number, or "" if there is none."""
+        """Return the label with this number, or "" if no such label exists."""
         if number >= len(self.labels):
             self.load_labels()
         return self.labels[number] if number < len(self.labels) else ""
 
     def load_labels(self) -> None:
-        """Read the labels that have been added since the last call."""
+        """Read the labels added since the last call."""
         end = _HEADER + self.words[Word.LABELS]
         while self._read_labels < end:
             (length,) = _LENGTH.unpack_from(self._view, self._read_labels)

@@ -37,9 +37,9 @@ _DEADLOCK = (
     "submitted anything for {:g} s (setting deadlock_time), so none of them can ever continue."
 )
 _ANSWER_TIMEOUT = 0.5
-_BUSY_TIMEOUT = 1.5  # timeout if a process may have to wait for a core, or is on another host
-_LOOK_TIMEOUT = 4.0  # time that a rank on another host gets to examine a silent rank on that host
-_SAME_ANSWER = 0.1  # seconds for which an answer is reused: examining all threads takes about 20 ms
+_BUSY_TIMEOUT = 1.5  # timeout for a process that may have to wait for a core, or is on another host
+_LOOK_TIMEOUT = 4.0  # timeout for a rank on another host to examine a silent rank there
+_SAME_ANSWER = 0.1  # how long an answer is reused, because examining all threads takes about 20 ms
 _RECHECK = 1.0  # seconds until the next inquiry after an exchange was found to be in progress
 _MOST_PATIENCE = 120.0
 _Report = tuple[str | None, type[StallError] | None]
@@ -47,7 +47,7 @@ _Report = tuple[str | None, type[StallError] | None]
 
 @dataclass
 class _Inquiry:
-    """An inquiry about a request, and this rank's state at the time when the inquiry was sent."""
+    """An inquiry about a request, and this rank's state when the inquiry was sent."""
 
     asked: float
     state: ProcessSetState
@@ -57,7 +57,7 @@ class _Inquiry:
     count: int
     cpu: dict[int, CpuSample | None] = field(default_factory=dict)
     answers: dict[int, dict[str, Any]] = field(default_factory=dict)
-    # For each silent rank on another host: a description by a rank on that host, None until it arrives.
+    # Description of each silent rank on another host, made by a rank there. None until it arrives.
     seen: dict[int, dict[str, Any] | None] = field(default_factory=dict)
 
 
@@ -101,7 +101,7 @@ class StallWatch:
         self._quiet_until = 0.0  # after a report, later requests are not reported until this time
         self._inquiry: _Inquiry | None = None
         self._status: tuple[float, dict[str, Any]] = -1.0, {}
-        self._moved: dict[int, tuple[int, float]] = {}  # by set: last ``_count``, time of its last change
+        self._moved: dict[int, tuple[int, float]] = {}  # per set: last ``_count``, and when it changed
         self._recorder, self._words = recorder, recorder.words
         self._adaptive = settings.origin("stall_check_time") == "default"
         self._last_batch, self._last_step = (0, time.monotonic(), 0), (0, time.monotonic())
@@ -191,7 +191,7 @@ class StallWatch:
     def _oldest(
         self, sets: list[ProcessSetState], now: float
     ) -> tuple[ProcessSetState, Work | Transfer, float] | None:
-        """Return the request or message that has been waited for longest, with its set and age, or None."""
+        """Return the request or message with the longest wait, with its set and age, or None."""
         waiting: list[tuple[ProcessSetState, Work | Transfer, float]] = [
             (t.state, t, now - t.waited_since) for t in list(self._callers.transfers.values())
         ]
@@ -208,7 +208,10 @@ class StallWatch:
         return max(waiting, key=lambda item: item[2])
 
     def _pending_since(self, state: ProcessSetState, work: Work) -> float | None:
-        """Return when a thread started to wait for a request, or when it was submitted if asynchronous."""
+        """Return the time a thread started waiting for a request.
+
+        For an asynchronous request, this is the time it was submitted.
+        """
         if work.waited_since and self._callers.waits_in(state.set_id):
             return work.waited_since
         return work.submitted if state.pending.eager_since is not None else None

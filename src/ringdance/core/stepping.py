@@ -21,9 +21,9 @@ from ringdance.core.exchange import Context
 from ringdance.core.peers import Peers
 from ringdance.core.process_sets.registry import ProcessSets
 
-_CHECK_EVERY = 0.09  # seconds between checks of the peers: slightly less than a rest of the engine thread
-_CHECK_STEPS = 32  # steps with progress between checks, for long exchanges in which no thread sleeps
-_STEP_LIMIT = 5.0  # seconds to wait for another thread's step; most steps take microseconds
+_CHECK_EVERY = 0.09  # seconds between peer checks, slightly less than the engine thread rests
+_CHECK_STEPS = 32  # steps with progress between peer checks in long exchanges, during which no thread sleeps
+_STEP_LIMIT = 5.0  # seconds to wait for another thread's step, which usually takes microseconds
 
 
 @dataclass(eq=False)

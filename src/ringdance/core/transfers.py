@@ -21,7 +21,7 @@ class Transfer:
         state: The process set's ``ProcessSetState``.
         verb: "send" or "receive".
         nbytes: Size of the message.
-        rank: The other rank, as a rank in the set. None for any rank.
+        rank: The other rank, as a rank in the set, or None for any rank.
         tag: Tag of the message.
 
     Attributes:

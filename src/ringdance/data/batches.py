@@ -1,4 +1,4 @@
-"""The base class of the image and table loaders: threads prepare the batches of an epoch in advance."""
+"""The base class of the image and table loaders. Threads prepare an epoch's batches in advance."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Epoch:
         self._parts = loader.parts(self)
         self.begun: Future[None] | None = None
         self.process = os.getpid()
-        self.planned = False  # True once all remaining work has been submitted to the threads
+        self.planned = False  # True once all remaining work is submitted to the threads
 
     def fill(self) -> None:
         """Submit work to the threads until ``ahead`` parts of the epoch are pending."""
@@ -90,7 +90,7 @@ class Batches:
     def __init__(self, plan: BatchPlan, threads: int = 1, ahead: int = 1) -> None:
         self.plan, self.threads, self.ahead = plan, threads, ahead
         self.convert: Callable[[Any], Any] = lambda batch: batch
-        self._epochs: list[Epoch] = []  # iterations in progress
+        self._epochs: list[Epoch] = []  # epochs that are being iterated over
         self._following: Epoch | None = None
         self._follow = plan.shuffle
 

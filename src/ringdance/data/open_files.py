@@ -13,7 +13,7 @@ from ringdance.errors import ArgumentError
 from ringdance.host.limits import raise_open_files
 
 T = TypeVar("T")
-_SHARE, _MOST = 4, 4096  # a split may use 1/4 of the process's limit, but at most 4096 files
+_SHARE, _MOST = 4, 4096  # limit the cache to 1/4 of the process's limit on open files, and to 4096 files
 
 
 class OpenFiles(Generic[T]):

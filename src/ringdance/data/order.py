@@ -10,7 +10,7 @@ import numpy as np
 from ringdance.errors import ArgumentError
 
 Indices = np.ndarray[Any, np.dtype[np.int64]]
-SEEDS = 1 << 32  # number of valid seeds of RandomState, whose results are the same in all versions of NumPy
+SEEDS = 1 << 32  # number of valid seeds for RandomState, whose results do not depend on NumPy's version
 
 
 def permutation(length: int, seed: int, epoch: int) -> Indices:
@@ -60,7 +60,7 @@ def by_pieces(length: int, piece: int, seed: int, epoch: int) -> tuple[Indices, 
         samples = (pieces[lane::_LANES, None] * piece + np.arange(piece)).ravel()
         keys = np.arange(len(samples)) // piece + _MIXED * within[samples]
         order[begin[:count]] = samples[np.argsort(keys, kind="stable")[:count]]
-        begin[:count] += 1  # where the next lane's sample goes in each round
+        begin[:count] += 1  # position of the next lane's sample in each round
     return order, lanes
 
 

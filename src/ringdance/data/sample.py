@@ -1,4 +1,4 @@
-"""An image with its metadata, the input of functions that write data sets."""
+"""An image with its metadata, which functions that write data sets take as input."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def end(shard: ShardWriter) -> None:
 
 
 def _member(shard: ShardWriter, name: str, data: bytes) -> int:
-    header = tarfile.TarInfo(name)  # no time and owner, to make files reproducible
+    header = tarfile.TarInfo(name)  # without time and owner, so that files are reproducible
     header.size, header.mode = len(data), 0o644
     shard.write(header.tobuf(tarfile.PAX_FORMAT, "utf-8", "surrogateescape"))
     offset = shard.size

@@ -29,7 +29,7 @@ def write_shard(path: Path, format: str, samples: Iterable[Sample]) -> tuple[Sha
     Args:
         path: Path of the file.
         format: "tfrecord" or "webdataset".
-        samples: The samples, in the order in which to write them.
+        samples: The samples, in the order in which they are to be written.
 
     Returns:
         The file's entry for the index, and its index rows, in which the file number is 0.

@@ -9,8 +9,8 @@ import sys
 import zlib
 from collections.abc import Iterable, Mapping
 
-_ROOM, _FILES = 1 << 20, 100  # minimum free bytes and inodes, for sockets and MPI's own files
-_LONGEST = 59  # maximum length of a directory's path, in bytes, so that the path of a job's socket in it fits
+_ROOM, _FILES = 1 << 20, 100  # free bytes and inodes needed for sockets and MPI's own files
+_LONGEST = 59  # maximum length of a directory's path in bytes, to leave room for a job's socket in it
 
 
 def bases(environ: Mapping[str, str]) -> list[str]:

@@ -63,7 +63,7 @@ def watch(tell: Callable[[], None] | None = None) -> None:
         _told.append(tell)
     if "SystemExit" in vars(_sitebuiltins):
         return
-    vars(_sitebuiltins)["SystemExit"] = _new_exit  # exit() and quit() raise this
+    vars(_sitebuiltins)["SystemExit"] = _new_exit  # exit() and quit() raise the exception by this name
     former = sys.exit
 
     @functools.wraps(former)

@@ -18,7 +18,7 @@ from ringdance.errors import LaunchError, optional
 
 NO_FORMAT = (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError)
 """Exceptions that may be raised if a file's content does not have the expected format."""
-_LARGEST = {float: 1e16, int: 2.0**64}  # limits for times in seconds or microseconds, and for counters
+_LARGEST = {float: 1e16, int: 2.0**64}  # upper bounds for times (in s or µs) and for counters
 # Plain scalars of YAML 1.2 that are not strings.
 _YAML = {
     "null": r"~|null|Null|NULL|", "bool": "true|True|TRUE|false|False|FALSE",
@@ -36,7 +36,7 @@ def typed(found: dict[str, Any], key: str, kind: Any) -> Any:
 
 def _fits(value: Any, kind: Any) -> bool:
     if kind in _LARGEST:
-        return type(value) in (int, kind) and abs(value) < _LARGEST[kind]  # neither bool nor NaN
+        return type(value) in (int, kind) and abs(value) < _LARGEST[kind]  # excludes bool and NaN
     outer, parts = get_origin(kind), get_args(kind)
     if outer is UnionType:
         return any(_fits(value, part) for part in parts)

@@ -63,7 +63,7 @@ def quota() -> tuple[float, str]:
         words = words_of(f"{directory}/cpu.max") or [
             *words_of(f"{directory}/cpu.cfs_quota_us"), *words_of(f"{directory}/cpu.cfs_period_us")
         ]  # fmt: skip
-        if len(words) == 2 and words[0].isdecimal() and int(words[0]) > 0:  # neither "max" nor -1
+        if len(words) == 2 and words[0].isdecimal() and int(words[0]) > 0:  # rules out "max" and -1
             quotas.append((int(words[0]) / int(words[1]), directory))
     return min(quotas)
 

@@ -83,10 +83,10 @@ class Frames:
         after: Marker before the first message. Text before it, such as a login banner, goes to ``preamble``.
     """
 
-    _HEAD = struct.Struct("!II")  # sizes of text and payload in bytes
-    _MORE = 1 << 31  # flag in the text's size: the payload continues in the next frame, which has no text
+    _HEAD = struct.Struct("!II")  # sizes of the text and the payload, in bytes
+    _MORE = 1 << 31  # flag in the text's size if the payload continues in the next frame, which has no text
     _CHUNK = 1 << 20
-    _MOST = 64 << 20  # larger lengths cannot come from a valid frame
+    _MOST = 64 << 20  # maximum length in a valid frame
 
     def __init__(self, read: int, write: int, after: bytes = b"") -> None:
         self.read_fd, self.write_fd, self._after = read, write, after
@@ -94,7 +94,7 @@ class Frames:
         os.set_blocking(read, False)
         os.set_blocking(write, False)
         self._held = bytearray()
-        self._text = b""  # text of the message whose payload is still incomplete
+        self._text = b""  # text of a message whose payload is not complete yet
         self._payload: list[bytes] = []
         self._outbox: collections.deque[memoryview] = collections.deque()
         self.unsent = 0

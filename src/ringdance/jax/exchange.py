@@ -45,7 +45,7 @@ class JaxCall:
     Args:
         call: The collective and its options.
         splits: Number of rows to send to each rank of the set. Only for an alltoall outside of programs.
-        rows: Number of rows of each input. Only for collectives that change the number of rows.
+        rows: Number of rows in each input. Only for collectives that change the number of rows.
     """
 
     call: Call
@@ -102,7 +102,7 @@ def _run_compiled(
 ) -> list[Array]:
     try:
         results = run(what, inputs, outputs, shapes)
-    except Exception as error:  # JAX raises the error only when a result is read.
+    except Exception as error:  # JAX does not raise the error until a result is read.
         if isinstance(error, CollectiveError):
             remember(error)
         if not isinstance(error, (NotInitializedError, ShutDownError)):  # Both mean that the script ended.
@@ -184,8 +184,8 @@ def _sharding(ctx: Any) -> Any:
     # Before JAX 0.10, XLA's partitioner cannot place the token that keeps exchanges in order.
     if jax.__version_info__ < (0, 10) or _private.one_device_of is None:
         raise ArgumentError(
-            "With this version of JAX, a program with a collective must run on one device of this process. "
-            "Use JAX 0.10 or newer, or keep the arrays on one device."
+            "With this version of JAX, a program that contains a collective can use only one device per "
+            "process. Upgrade to JAX 0.10 or newer, or keep the arrays on one device."
         )
     return _private.one_device_of(context, None, ctx.avals_out)
 
@@ -195,7 +195,7 @@ def _devices(ctx: Any) -> int:
 
 
 def _by_callback(ctx: Any, *operands: Any, what: JaxCall, shapes: Shapes, **_: Any) -> Any:
-    """Lower to a Python callback. Used on accelerators, and if the layout of XLA's structures is unknown."""
+    """Lower to a Python callback. Used on accelerators, or if the layout of XLA's structures is unknown."""
     results, token, _ = mlir.emit_python_callback(
         ctx, _callback(what, shapes), ctx.tokens_in.get(EFFECT), list(operands), ctx.avals_in, ctx.avals_out,
         has_side_effect=True, sharding=_sharding(ctx), **_RETURNS_TOKEN,

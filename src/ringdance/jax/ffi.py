@@ -32,7 +32,7 @@ _INTERNAL = 13  # XLA_FFI_Error_Code_INTERNAL
 _METADATA = 1  # XLA_FFI_Extension_Metadata
 _EXECUTE = 3  # XLA_FFI_ExecutionStage_EXECUTE
 
-_layout: dict[str, Any] = {}  # The structures below, by their names in the header.
+_layout: dict[str, Any] = {}  # The structures below, keyed by their names in the header.
 _HEAD = {"struct_size": c_size_t, "extension_start": c_void_p}  # Most structures start with these members.
 
 
@@ -64,7 +64,7 @@ CallFrame = _structure(
 _LATER_NAMES = {"XLA_FFI_Extension_Base": "XLA_FFI_InternalExtension"}  # Renamed in JAX 0.12.
 
 _handler: list[Handler] = []
-_alive: list[Any] = []  # Keeps the registered function alive as long as the process runs.
+_alive: list[Any] = []  # References that keep the registered function alive for the life of the process.
 
 
 def set_handler(function: Handler) -> None:
@@ -97,7 +97,7 @@ def _version() -> tuple[int, int] | None:
         theirs = members(header, name) or members(header, _LATER_NAMES.get(name, ""))
         if structure is Api:
             theirs = theirs[: len(ours)]
-        if structure is Metadata:  # The last member was added after jaxlib 0.7.
+        if structure is Metadata:  # jaxlib 0.7 lacks the last member.
             ours = ours[: max(len(theirs), 3)]
         if theirs != ours:
             return None

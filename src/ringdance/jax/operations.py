@@ -218,7 +218,7 @@ def compare_weights(
         if jnp.iscomplexobj(one):
             one = jnp.stack([one.real, one.imag])
         if not jnp.issubdtype(one.dtype, jnp.floating):
-            raise TypeError("only floating-point arrays are compared")
+            raise TypeError("Only floating-point arrays can be compared.")
         sample = jnp.ravel(jax.lax.stop_gradient(one))[:: weights.step_of(one.size)].astype(jnp.float32)
         return one.size, sample if traced else np.asarray(sample)
 

@@ -1,4 +1,4 @@
-"""An optax transformation that reduces gradients over the ranks before another one uses them."""
+"""An optax transformation that reduces gradients over the ranks before another transformation uses them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ringdance.training.gradients.lists import pattern_of
 from ringdance.training.process_sets import ProcessSet, global_process_set, takes_part
 
 _ADVICE = "params, state = hvd.broadcast_parameters((params, state), root_rank=0)"
-_numbers = itertools.count()  # Numbers the transformations. All ranks must create them in the same order.
+_numbers = itertools.count()  # Numbers for transformations, which all ranks must create in the same order.
 
 
 def _name_of(path: Any) -> str:

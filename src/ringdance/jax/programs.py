@@ -38,7 +38,7 @@ def by_address() -> bool:
     return has_token and session.engine().settings.jax_ffi != "off" and ffi.available()
 
 
-# The rank and size with which programs were traced. Empty before the first init().
+# The (rank, size) with which programs were traced. Empty before the first init().
 _world: list[tuple[int, int]] = []
 
 

@@ -1,4 +1,4 @@
-"""All private names of Keras that the binding uses or overrides, with the reason and the fallback for each.
+"""All private Keras names that the binding uses or overrides, with the reason and the fallback for each.
 
 These names exist in Keras 3.6 to 3.15 and in Keras 2 (tf_keras) 2.16 to 2.21. They are looked up when they
 are needed. The tests also cover the case where a name is missing.

@@ -45,12 +45,12 @@ class _Epochs(keras.callbacks.Callback):  # type: ignore[misc]
 class _Measurement(keras.callbacks.Callback):  # type: ignore[misc]
     """Counts steps for ``ringdance bench input`` in the main thread, even if another thread reads batches."""
 
-    steps = 1 << 30  # Length of the only epoch. The measurement ends long before its end.
+    steps = 1 << 30  # Length of the only epoch, which the measurement never reaches.
 
     def __init__(self, loader: WatchedLoader) -> None:
         super().__init__()
         self._loader = loader
-        self._sizes: deque[int] = deque()  # Sizes of batches that were read but not yet trained on.
+        self._sizes: deque[int] = deque()  # Sizes of batches that have been read but not trained on.
 
     def batches(self) -> Iterator[Any]:
         """Yield an endless sequence of batches, and record their sizes."""
@@ -124,7 +124,7 @@ class BatchSequence(_Sequence):  # type: ignore[misc]
 
 
 class _Ahead:
-    """Reads an epoch of a PyDataset ahead of its use, in as many threads as the PyDataset has workers."""
+    """Prefetches an epoch of a PyDataset, with one thread for each of the PyDataset's workers."""
 
     def __init__(self, data: Any) -> None:
         self._data = data

@@ -23,12 +23,12 @@ __all__ = [
     "LearningRateWarmupCallback", "MetricAverageCallback",
 ]
 
-_PATHS = {"ModelCheckpoint": "filepath", "BackupAndRestore": "backup_dir"}  # Path attribute, by callback.
+_PATHS = {"ModelCheckpoint": "filepath", "BackupAndRestore": "backup_dir"}  # Each callback's path attribute.
 _PATHS |= {"CSVLogger": "filename", "TensorBoard": "log_dir"}
 
 
 def _written() -> dict[str, str]:
-    """Return the paths to which the current ``fit`` writes on this rank, each with its callback's class."""
+    """Map each path to which the current ``fit`` writes on this rank to the class of the callback."""
     callers = [frame.f_locals.get("self") for frame, _ in traceback.walk_stack(None)]
     lists = [caller.callbacks for caller in callers if isinstance(caller, keras.callbacks.CallbackList)]
     return {

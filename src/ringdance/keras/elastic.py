@@ -120,7 +120,7 @@ class CommitStateCallback(_StateCallback):
         self._next = self.batches_per_commit
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Commit if at least ``batches_per_commit`` batches have been trained since the last commit."""
+        """Commit if at least ``batches_per_commit`` batches were trained since the last commit."""
         if self.batches_per_commit and batch + 1 >= self._next:
             self.state.commit()
             self._next = batch + 1 + self.batches_per_commit
@@ -150,5 +150,5 @@ class UpdateEpochStateCallback(_StateCallback):
     """
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Count an epoch. ``epoch`` is not used, because Keras may count from 0 in each call of ``fit``."""
+        """Count an epoch. ``epoch`` is not used, because Keras may restart from 0 in each call to ``fit``."""
         self.state.epoch += 1

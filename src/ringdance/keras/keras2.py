@@ -98,7 +98,7 @@ def _program() -> Any:
 
 
 def unwrapped(optimizer: Any) -> Any:
-    """Return the optimizer that reduces gradients. For a LossScaleOptimizer, this is its inner optimizer."""
+    """Return the optimizer that reduces gradients: for a LossScaleOptimizer, its inner optimizer."""
     if not isinstance(optimizer, keras.mixed_precision.LossScaleOptimizer):
         return optimizer
     return optimizer.inner_optimizer

@@ -16,10 +16,10 @@ import numpy as np
 from ringdance.errors import pip_install
 from ringdance.training.gradients.compression import compression_for
 
-KERAS2 = os.environ.get("TF_USE_LEGACY_KERAS") in ("1", "true", "True")  # TensorFlow accepts the same values.
+KERAS2 = os.environ.get("TF_USE_LEGACY_KERAS") in ("1", "true", "True")  # the values that TensorFlow accepts
 
 keras: Any
-ops: Any  # keras.ops or, for Keras 2, the subset of it that this package uses.
+ops: Any  # keras.ops or, for Keras 2, a replacement for the functions that this package uses.
 optimizer_types: tuple[Any, ...]
 if KERAS2:
     try:

@@ -16,7 +16,7 @@ from ringdance.training.gradients.lists import UseOrder, pattern_of, reduce_shar
 from ringdance.training.gradients.options import scales_of
 from ringdance.training.process_sets import ProcessSet, global_process_set, set_id, takes_part
 
-OPTIONS_FILE = "ringdance.json"  # One of the assets in a .keras file.
+OPTIONS_FILE = "ringdance.json"  # Name of our asset in a .keras file.
 ADVICE = (
     "callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)] in fit(), or "
     "hvd.broadcast_variables([*model.variables, *model.optimizer.variables], root_rank=0)"
@@ -143,7 +143,7 @@ class Distributed:
     # Factor for reduced gradients, which converts Keras's mean over several passes to a sum.
     _factor: float = 1.0
     _options: dict[str, Any]  # Arguments of DistributedOptimizer.
-    _local_layers: frozenset[Any] = frozenset()  # Not a list, which Keras would save with the optimizer.
+    _local_layers: frozenset[Any] = frozenset()  # Not a list, because Keras would save it.
     _local_variables: tuple[Any, ...] = ()
     # The step's variables, including those without a gradient, which Keras drops.
     _given: tuple[Any, ...] = ()
@@ -164,7 +164,7 @@ class Distributed:
             base.save_assets(directory)
         options = dict(self._options)
         if self._reduction.process_set is not global_process_set or self._local_ids():
-            options["partial"] = True  # load_model() cannot restore it.
+            options["partial"] = True  # Tells load_model() to raise an error.
         text = json.dumps(options, default=lambda number: number.item())  # Converts NumPy scalars.
         Path(directory, OPTIONS_FILE).write_text(text)
 
@@ -176,7 +176,7 @@ class Distributed:
         object.__setattr__(self, "_given", tuple(variables))
 
     def _reduce(self, gradients: list[Any], variables: Sequence[Any]) -> list[Any]:
-        """Return the reduced gradients of all or some of the step's variables."""
+        """Return the reduced gradients for all or some of the step's variables."""
         place = {id(variable): index for index, variable in enumerate(self._given)}
         if len(variables) == len(place) or any(id(variable) not in place for variable in variables):
             return self._reduce_all(gradients, variables)

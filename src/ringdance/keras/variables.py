@@ -35,7 +35,7 @@ def is_complete(model: Any, optimizer: Any) -> bool:
 
 def variables_with(model: Any, optimizers: Sequence[Any]) -> list[Any]:
     """Return the variables of a model, followed by the variables of ``optimizers``, without duplicates."""
-    if hasattr(model, "jax_state_sync"):  # On JAX, the variables are outdated during fit().
+    if hasattr(model, "jax_state_sync"):  # On JAX, the variables are stale during fit().
         model.jax_state_sync()
     variables = [*model.variables, *(one for optimizer in optimizers for one in variables_of(optimizer))]
     return list({id(variable): variable for variable in variables}.values())

@@ -17,11 +17,11 @@ from ringdance.launch.remote.connect import Remote, close_all
 _PING_S = 0.5
 # Hosts are normally checked every _PING_S. A gap this long means that this process was suspended.
 _SLEPT_S = 2.0
-_LATE_S = 1.5  # silence after which a host may be lost; the job then waits until this is certain
+_LATE_S = 1.5  # silence after which a host may be lost; the job then waits until it is certain
 # Silence after which a host is reported to the user or, if the job has failed, considered lost.
 _SHOWN_S = 6.0
 _CHECK_S = 0.02  # minimum interval between checks of the hosts
-_CLOSE_S = 6.0  # time for the local agent to clean up
+_CLOSE_S = 6.0  # how long to wait for the local agent to clean up
 
 OnExit = Callable[[int, int, float], None]
 """Called with a program's pid, exit code (or -signal), and exit time (seconds since the epoch)."""
@@ -128,7 +128,7 @@ class Agents:
         return {host: agent.problem for host, agent in self._all.items() if agent.problem}
 
     def doing(self, host: str, connected: int) -> str:
-        """Describe the startup progress of a host. ``connected`` is the number of its connected ranks."""
+        """Describe a host's startup progress. ``connected`` is how many of the host's ranks are connected."""
         agent = self._all[host]
         silent = not agent.local and time.monotonic() - agent.heard > _LATE_S
         state = "nothing has been started there" if agent.ready else "it has not created the job's directory"
@@ -202,7 +202,7 @@ class Agents:
                 watch(self._selector, descriptor, 0, None)
             if agent.lost and not agent.local:
                 agent.kill()
-        self._local.close(_CLOSE_S)  # first, because the local agent has inherited the other connections
+        self._local.close(_CLOSE_S)  # close this first, as the local agent has inherited the others
         close_all(self._remotes)
         for lock in {agent.frames.shared[0] for agent in self._remotes if agent.frames.shared}:
             os.close(lock)
@@ -223,7 +223,7 @@ class Agents:
         if self._remotes and now < self._check_at:
             return self._check_at - now
         self._check_at = now + _CHECK_S
-        if now - self._checked > _SLEPT_S:  # this process was suspended and has read nothing
+        if now - self._checked > _SLEPT_S:  # this process was suspended, so it has not read any messages
             for agent in self._remotes:
                 agent.heard = now
         self._checked = now
@@ -256,7 +256,7 @@ class Agents:
         watch(self._selector, frames.write_fd, selectors.EVENT_WRITE, action)
 
     def _silent(self, agent: Remote) -> bool:
-        """Return True if the connection has no unread data. If it has, this process is slow, not the host."""
+        """Return True if the connection has no unread data. Otherwise, this process is slow, not the host."""
         with selectors.DefaultSelector() as selector:
             selector.register(agent.frames.read_fd, selectors.EVENT_READ)
             return not selector.select(0)

@@ -31,7 +31,7 @@ _LOST_PEER = "MPI_ERR_PROC_FAILED"  # raised by mpi4py when a peer has died
 _LOST_PEER_CODES = (14, 75, 76)
 _RECORD = re.compile(r" \(Last batches: \S+\)")
 _KILLED = "sent by a user, or by the kernel because memory had run out (see dmesg)"
-_LATE_S = 0.5  # peers may notice a rank's exit before its wrapper does
+_LATE_S = 0.5  # tolerance, because peers may notice a rank's exit before its wrapper does
 
 
 @dataclass(frozen=True)
@@ -287,7 +287,7 @@ def render(verdict: Verdict, ranks: int, directory: str = "") -> str:
         )
         if cause.traceback:
             traceback = cause.traceback.rstrip()
-            if len(cause.message) > _LONG:  # show the message only once
+            if len(cause.message) > _LONG:  # too long, so show it only once
                 # If the message contains no ": ", this is the entire message.
                 text = cause.message[cause.message.find(": ") + 1 :].strip()
                 traceback = traceback.replace(text, "(see above)")

@@ -133,7 +133,7 @@ def run(
         prepared.close()
         print(prepared.plan.describe(os.environ))
         return 0
-    if show_map:  # values of variables are omitted, because they do not belong in a log
+    if show_map:  # omit the values of variables, which do not belong in a log
         print(prepared.plan.describe().partition("\nenvironment:")[0], file=sys.stderr)
     checked(prepared, log)
     return run_in_terminal(prepared)
@@ -155,10 +155,10 @@ def _style(arguments: argparse.Namespace) -> Style:
 def _exports_of_options(arguments: argparse.Namespace) -> dict[str, str]:
     """Return the settings given by options, as environment variables."""
     if arguments.autotune_log_file and not arguments.autotune:
-        raise LaunchError("--autotune-log-file has no effect without --autotune. Add --autotune")
+        raise LaunchError("--autotune-log-file has no effect without --autotune. Add --autotune.")
     if arguments.autotune_log_file.endswith(".json"):
         raise LaunchError(
-            "--autotune-log-file must be a CSV file. Pass tune.csv to have the result written to tune.json"
+            "--autotune-log-file must be a CSV file. Pass tune.csv to have the result written to tune.json."
         )
     if arguments.tuned and not os.path.isfile(arguments.tuned):
         raise LaunchError(f"--tuned {arguments.tuned} is not an existing regular file. To create tune.json, "

@@ -29,7 +29,7 @@ class Job:
         id: Job ID, 32 hexadecimal digits. Default: a new ID.
         stdin: File descriptor for rank 0's standard input if rank 0 runs on this host, -1 for none.
         files: Files to create in the job's directory on every host: contents by name (see call.py).
-        results: Receives the ranks' ``result.*.pkl`` files if all ranks complete. None if not needed.
+        results: Receives the ranks' ``result.*.pkl`` files if all ranks complete, or None if not needed.
 
     Raises (also from ``run()``):
         LaunchError: The job could not be started at all, or the output directory cannot be created.
@@ -61,7 +61,7 @@ class Job:
             candidates, wrong = usable(bases(os.environ))
             if not candidates:
                 text = f"no directory for temporary files ({wrong})"
-                raise LaunchError(f"{text}. Set TMPDIR to a writable directory")
+                raise LaunchError(f"{text}. Set TMPDIR to a writable directory.")
             place = Place(self.id, candidates, host_directory(candidates[0], self.id))
             for note in plan.notes:
                 self._screen.show(note)
@@ -85,7 +85,7 @@ class Job:
             self._signals.restore()
 
     def _clean(self, directory: str, pids: list[int]) -> None:
-        """Clean up this host if its agent has not done so. ``pids`` are its ranks' process IDs."""
+        """Clean up this host if its agent has not done so. ``pids`` are the pids of the host's ranks."""
         shared = host_shared(self.id)
         cleanup = Cleanup(self.id, [directory, *([shared] if shared else [])], self._began)
         for pid in pids:

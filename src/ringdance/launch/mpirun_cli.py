@@ -120,7 +120,7 @@ def install(directory: Path) -> list[Path]:
     prted = Path(mpi.mpiexec).parent / "prted"
     files = [mpirun]
     if mpirun.is_symlink() or (mpirun.exists() and _NAME not in mpirun.read_text(errors="replace")):
-        raise LaunchError(f"{mpirun} exists and is a different program. Choose another directory")
+        raise LaunchError(f"{mpirun} exists and is a different program. Choose another directory.")
     directory.mkdir(parents=True, exist_ok=True)
     # SageMaker's toolkit waits for a process named orted on each host.
     if mpi.family == "openmpi" and prted.exists():

@@ -152,7 +152,7 @@ def as_program(name: str, action: Callable[[], int]) -> int:
         return getattr(error, "code", 2)
     except KeyboardInterrupt:  # Ctrl-C before a job has installed its signal handlers
         return 130
-    except BrokenPipeError:  # the reader has exited, as in `ringdance run ... | head`
+    except BrokenPipeError:  # the reader has exited, for example `head` in `ringdance run ... | head`
         # Redirect stdout. Otherwise, the interpreter would report an error when it flushes stdout on exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 141

@@ -54,7 +54,7 @@ class Plan:
         hosts: Hosts with their ranks, in host-major order as in Horovod.
         environment: Variables set for the ranks. They override the launcher's variables.
         removed: Names of the launcher's variables that are removed from the ranks' environment.
-        threads: Number of compute threads per rank. None if the user has set OMP_NUM_THREADS.
+        threads: Number of compute threads per rank, or None if the user has set OMP_NUM_THREADS.
         networks: Networks that connect the hosts.
         mpi: The MPI library and its mpiexec.
         mpiexec: Command line of mpiexec, up to the user's command.
@@ -141,7 +141,7 @@ class Plan:
 
 
 def devices_text(names: Sequence[str]) -> str:
-    """Summarize devices by name and count, "-" if there are none."""
+    """Summarize devices by name and count, or return "-" if there are none."""
     return ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)) or "-"
 
 
@@ -203,7 +203,7 @@ def _place(
 ) -> tuple[tuple[Host, ...], dict[str, HostFacts], Networks]:
     """Return the hosts with their ranks, the known facts about the hosts, and the networks between them."""
     if not spec.ranks or spec.ranks < 1:
-        raise LaunchError(f"-np {spec.ranks}: the number of ranks must be 1 or more")
+        raise LaunchError(f"-np {spec.ranks}: the number of ranks must be at least 1")
     placed = assign_ranks(spec.ranks, _machines(spec.hosts or [("localhost", spec.ranks)], local))
     known = {host.name: facts[host.name] for host in placed if host.name in facts}
     multi_host = any(host.name not in local for host in placed)
@@ -234,7 +234,7 @@ def _variables(
         extra: Variables for the MPI library. The launcher's environment overrides them.
     """
     exports, variables, threads = dict(spec.exports), {"PYTHONUNBUFFERED": "1"}, None
-    if "PYTHONFAULTHANDLER" not in environ:  # so that a fatal signal prints a traceback
+    if "PYTHONFAULTHANDLER" not in environ:  # print a traceback on a fatal signal
         variables["PYTHONFAULTHANDLER"] = "1"
     if MARKER in environ or "MASTER_ADDR" not in environ:  # ignore the address of an outer job
         variables["MASTER_ADDR"] = master

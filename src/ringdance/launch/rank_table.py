@@ -27,8 +27,8 @@ class Rank:
         rank: Number of the rank.
         host: Name of the host on which the rank runs.
         streams: The rank's stdout and stderr.
-        pid: Process ID, 0 until the rank has started.
-        ended: How the rank ended, None until then.
+        pid: Process ID, or 0 until the rank has started.
+        ended: How the rank ended, or None while it is running.
     """
 
     link: RankLink
@@ -59,9 +59,9 @@ class RankTable:
         self._ranks: dict[int, Rank] = {}
         self._by_link: dict[RankLink, Rank] = {}
         self._to_start, self._to_end = set(self._host_of), set(self._host_of)
-        self._holding: dict[int, Rank] = {}  # running ranks with a traceback held back, longest-held first
+        self._holding: dict[int, Rank] = {}  # ranks with a held-back traceback, oldest first
         self.lost_hosts: set[str] = set()
-        self.alone: dict[int, str] = {}  # framework by rank, for ranks that have not called init()
+        self.alone: dict[int, str] = {}  # framework used by each rank that has not called init()
 
     def add(self, link: RankLink, hello: Mapping[str, Any]) -> str:
         """Add a rank and let it start. Returns the reason if it must not start, otherwise an empty string.
@@ -163,7 +163,7 @@ class RankTable:
         return self.over and not self.failed
 
     def not_started(self) -> dict[str, str]:
-        """Return, by "host (ranks 0-3)", what the ranks that have not started are waiting for."""
+        """Map "host (ranks 0-3)" to what these ranks, which have not started, are waiting for."""
         waiting = {}
         for host in self._plan.hosts:
             known = [number for number in host.ranks if number in self._ranks]

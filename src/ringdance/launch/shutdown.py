@@ -9,9 +9,9 @@ from typing import Any
 from ringdance.launch.cause import signal_name
 
 _STAY_S = 1.5
-_SAME_S = 0.2  # signals this close together may be one signal, sent to all processes
+_SAME_S = 0.2  # signals that arrive within this time may be one signal that was sent to all processes
 _OF_A_TERMINAL: dict[int, str] = {signal.SIGINT: "Ctrl-C", signal.SIGHUP: "its terminal"}
-_BEFORE_KILL_S = 5.0  # after a SIGTERM that follows SIGINT: LSF sends both, then SIGKILL, 10 s apart
+_BEFORE_KILL_S = 5.0  # time left after SIGINT and SIGTERM; LSF sends both, then SIGKILL, 10 s apart
 
 
 class Shutdown:

@@ -87,9 +87,9 @@ class JobSpec:
                 unknown.
         """
         if not self.start_timeout > 0:
-            raise LaunchError(f"--start-timeout {self.start_timeout:g}: it must be longer than 0 seconds")
+            raise LaunchError(f"--start-timeout must be longer than 0 seconds, got {self.start_timeout:g}")
         if not 0 <= self.grace < 1e9:
-            raise LaunchError(f"--grace {self.grace:g}: it must be 0 seconds or more, and less than 1e9")
+            raise LaunchError(f"--grace must be at least 0 and less than 1e9 seconds, got {self.grace:g}")
         spec, shell, alloc = self, self.shell, detect(os.environ)
         names = [name for name, _ in alloc.hosts] if alloc else []
         # Oversubscribing a single machine is allowed.

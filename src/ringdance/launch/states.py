@@ -17,8 +17,8 @@ class State(Enum):
     FAILED = auto()  # something has failed; the other ranks have a moment to report what they saw
     ENDED = auto()  # all ranks have exited; mpiexec may still be running
     STOPPING = auto()  # ranks have received SIGTERM
-    CLEANING_REMOTE = auto()  # agents on other hosts end all processes and remove all files
-    CLEANING_LOCAL = auto()  # the agent on this host ends all processes and removes all files
+    CLEANING_REMOTE = auto()  # agents on other hosts kill the job's processes and remove its files
+    CLEANING_LOCAL = auto()  # the agent on this host kills the job's processes and removes its files
     DONE = auto()
 
 

@@ -38,7 +38,7 @@ class Trainer(mx.gluon.Trainer):  # type: ignore[misc]
 
 
 def after_init(parameter: Any, function: Callable[[list[NDArray]], None]) -> None:
-    """Call a function with a Gluon parameter's arrays once the parameter has been initialized.
+    """Call a function with a Gluon parameter's arrays once the parameter is initialized.
 
     The function is also called for deep copies of the parameter. ``_init_impl`` is the method that
     initializes a parameter, even if its shape is not known before the first forward pass.

@@ -25,7 +25,7 @@ from ringdance.training.gradients.options import scales_of
 from ringdance.training.process_sets import ProcessSet, global_process_set, set_id, takes_part
 
 _ADVICE = "hvd.broadcast_parameters(net.collect_params(), root_rank=0)"
-_numbers = itertools.count()  # Equal on all ranks, which create trainers in the same order.
+_numbers = itertools.count()  # The same on all ranks, which create trainers in the same order.
 
 
 class _Reduction:
@@ -127,7 +127,7 @@ class DistributedTrainer(Trainer):
 
 
 def _check_same(given: _Reduction, process_set: ProcessSet, predivide: float) -> None:
-    """Reject a DistributedOptimizer with settings that the trainer would ignore."""
+    """Raise ArgumentError if a DistributedOptimizer has settings that the trainer would ignore."""
     sets, scales = (process_set, global_process_set), (scales_of(ReduceOp.AVERAGE, predivide), (1.0, 1.0))
     if not any(given.process_set is allowed for allowed in sets) or given.scales not in scales:
         raise ArgumentError(

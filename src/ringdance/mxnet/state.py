@@ -21,7 +21,7 @@ def broadcast_parameters(params: Any, root_rank: int = 0, prefix: str | None = N
     """Overwrite parameters with the values from global rank ``root_rank``.
 
     A Gluon parameter whose initialization is deferred to the first forward pass, because its shape is not
-    known yet, is broadcast once it has been initialized.
+    known yet, is broadcast once it is initialized.
 
     Args:
         params: The result of ``collect_params()``, or a dictionary of parameters or arrays. Keys must be the

@@ -60,7 +60,7 @@ class Options(Parser):
         self.add_shared(keep=3, log_every=20)
 
     def read(self) -> argparse.Namespace:
-        """Parse the command line of an image recipe, and check the arguments of ``--evaluate``."""
+        """Parse an image recipe's command line, and check the arguments of ``--evaluate``."""
         given = self.parse_args()
         if given.evaluate and bool(given.checkpoints) == bool(given.weights):
             self.error("--evaluate needs either --checkpoints DIR or --weights FILE")

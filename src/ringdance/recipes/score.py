@@ -103,7 +103,7 @@ class Photographs:
         self.rows = np.zeros(len(self.paths), [("label", np.int64)])
         self.rows["label"] = [labels.get(path.parent.name, -1) for path in self.paths]
         self.names = [str(path.relative_to(directory)) for path in self.paths]
-        self.broken: dict[int, str] = {}  # error messages by number of the image
+        self.broken: dict[int, str] = {}  # error messages by image number
         self._black: bytes = optional("simplejpeg", ArgumentError).encode_jpeg(np.zeros((8, 8, 3), np.uint8))
 
     def __len__(self) -> int:

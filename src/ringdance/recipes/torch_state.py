@@ -49,7 +49,7 @@ def load_weights(model: torch.nn.Module, file: str, is_head: Callable[[str], boo
     extra = {one for one in saved.keys() - own if not one.lower().startswith("aux")}  # skip auxiliary heads
     odd = {name for name in (*fresh, *extra) if not is_head(name)}
     if other := [name for name in odd if not name.endswith("num_batches_tracked")]:
-        raise ValueError(f"{len(other)} of its entries belong to another model, such as {min(other)}")
+        raise ValueError(f"{len(other)} entries belong to another model, such as {min(other)}")
     model.load_state_dict(fits, strict=False)
     return [name for name in fresh if is_head(name)]
 

@@ -44,7 +44,7 @@ class Position:
     Attributes:
         step: Number of steps completed, in all epochs.
         epoch: The current epoch, from 0.
-        done: Number of samples of the current epoch that have been used for training.
+        done: Number of the current epoch's samples that were used for training.
         seconds: Training time so far, including earlier runs.
         best: Highest score of all evaluations.
         worse: Number of evaluations since the best one.
@@ -94,7 +94,7 @@ class Training:
         if given.checkpoints:
             with _one_sentence():
                 self.files = hvd.Checkpoints(given.checkpoints, given.keep, suffix=suffix)
-            if split != TRAINED_ON:  # scores on training samples cannot select the best model
+            if split != TRAINED_ON:  # do not select the best model by its score on training samples
                 self.best = hvd.Checkpoints(given.checkpoints, 1, "best", suffix)
         used = getattr(given, "sample_log", None)
         self._used = Path(used) / f"rank-{hvd.rank()}.jsonl" if used else None
@@ -256,7 +256,7 @@ class Training:
                     over = self._after(True, False, due)
         if last and at.step < last and at.epoch >= self.epochs:
             self.print(
-                f"stopped before --steps: all {self.epochs:g} epochs are done. To train longer, use --epochs"
+                f"stopped before --steps: all {self.epochs:g} epochs are done. To train longer, use --epochs."
             )
 
     def _after(self, ended: bool, over: bool, due: Callable[[Position, bool, bool], bool] | None) -> bool:
@@ -304,7 +304,7 @@ class Training:
         """Export the best model if requested, and wait for checkpoints. ``about`` is added to model.json."""
         seconds, cost = self.progress.seconds(), self.progress.cost()
         if self.given.export:
-            self._restore(self.best)  # waits until the best model is on disk
+            self._restore(self.best)  # first waits until the best model is on disk
             self.model.average_statistics()
             about = {"framework": self.model.framework, **about, "steps": self.at.step}
             export(self.given, self.model.export, about, self.table)

@@ -37,9 +37,9 @@ class Setting:
         default: Value if no variable sets it.
         parser: Converts text to a value.
         doc: Short description.
-        unit: Unit of the value. Empty if it has none.
+        unit: Unit of the value, or "" if it has none.
         own: The ``RINGDANCE_*`` name.
-        legacy: The ``HOROVOD_*`` name. Empty if there is none.
+        legacy: The ``HOROVOD_*`` name, or "" if there is none.
         common: True if the value must be equal on all ranks, because it determines the layout of shared
             memory, how batches are divided, or what is exchanged. ``init()`` compares these values.
     """

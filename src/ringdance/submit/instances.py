@@ -24,7 +24,7 @@ class Instance:
     Attributes:
         cores: Number of physical cores.
         gbits: Advertised network bandwidth in Gbit/s.
-        gpus: Number of GPUs per machine, 0 for training on CPUs.
+        gpus: Number of GPUs per machine, or 0 for training on CPUs.
         gpu: GPU model.
         nvlink: Bandwidth in GB/s from one GPU to the other GPUs in the machine, 0 with PCI Express only.
         rdma: True if the GPUs communicate over RDMA instead of TCP.
@@ -98,7 +98,7 @@ def _instance(name: str, found: Mapping[str, Any], place: str) -> Instance:
     values: dict[str, Any] = {key: str(value) if key == "as_of" else value for key, value in found.items()}
     for key in ("cores", "gbits"):
         if key not in values:
-            raise LaunchError(f"{place}: {key} is missing. A machine type needs at least cores and gbits")
+            raise LaunchError(f"{place}: {key} is missing. A machine type needs at least cores and gbits.")
     for key, value in values.items():
         kind, least = _KINDS[key], key in ("cores", "gbits")
         try:

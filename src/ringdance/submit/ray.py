@@ -21,7 +21,7 @@ from ringdance.errors import ArgumentError, LaunchError, optional
 
 _Args = Sequence[Any] | None
 _Kwargs = Mapping[str, Any] | None
-_CLOSE_S = 5.0  # time for ranks to exit on their own
+_CLOSE_S = 5.0  # how long to wait for ranks to exit on their own
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,8 @@ class RayExecutor:
             raise ArgumentError("Pass either num_workers, or num_hosts and num_workers_per_host.")
         if gpus_per_worker is not None and (not use_gpu or gpus_per_worker < 1):
             raise ArgumentError(
-                f"gpus_per_worker is {gpus_per_worker}. It must be at least 1, and use_gpu must be True."
+                "gpus_per_worker must be at least 1 and requires use_gpu=True, but got "
+                f"gpus_per_worker={gpus_per_worker}, use_gpu={use_gpu}."
             )
         self._settings = settings
         self._bundles = [1] * num_workers if num_workers else [num_workers_per_host] * (num_hosts or 0)

@@ -32,7 +32,7 @@ from ringdance.launch.spec import JobSpec
 from ringdance.submit.ray_rank import address
 
 _COMMAND = [sys.executable, "-m", "ringdance.submit.ray_rank"]
-_VERDICT_S = 6.0  # time for a job to end after it has lost a rank
+_VERDICT_S = 6.0  # how long to wait for a job to end after it has lost a rank
 
 
 class Node:
@@ -108,7 +108,7 @@ class Node:
         return missing
 
     def call(self, rank: int, kind: str, payload: bytes) -> Any:
-        """Call a function on a rank of this machine and return its result.
+        """Call a function on one of this machine's ranks and return the result.
 
         Raises:
             LaunchError: The function raised an exception, whose traceback is in the message, or the rank
@@ -154,11 +154,11 @@ def _connect(hosts: Sequence[str], peers: Mapping[str, Any], ip: str) -> list[Re
             token = secrets.token_bytes(32)
             started = peers[host].start_agent.remote(ip, listener.getsockname()[1], token)
             sock = None
-            while sock is None:  # a process other than the agent may have connected
+            while sock is None:  # retry if a process other than the agent connected
                 try:
                     sock = tcp.answer(listener.accept()[0], token)
                 except TimeoutError:
-                    raise LaunchError(f"host {host}: its agent did not connect to {ip}") from None
+                    raise LaunchError(f"The agent on host {host} did not connect to {ip}.") from None
             ray.get(started)
             remotes.append(adopt(host, sock))
     return remotes

@@ -140,7 +140,7 @@ def _from_data_set(call: Call, tensors: Sequence[Tensor], name: str | None) -> l
     """Add a call to a ``tf.compat.v1`` graph, wrapped in a tf.data pipeline.
 
     The operations of such a graph have no order, so the ranks may run them in different orders. In addition,
-    a session has few threads, which must not block. For a data set with a single element, tf.data runs the
+    a session has few threads, which must not block. For a dataset with a single element, tf.data runs the
     function on a new thread.
     """
 
@@ -313,7 +313,7 @@ def _backward(call: Call, op: Any, gradients: list[Tensor]) -> list[Tensor]:
     if rule.scale != 1.0:
         gradients = [gradient * tf.cast(rule.scale, gradient.dtype) for gradient in gradients]
     results = perform(back, gradients, name)
-    if keep is Keep.ROOT:  # Depend on the result on all ranks, so that their sessions run it.
+    if keep is Keep.ROOT:  # Depend on the result on every rank, so that every session runs it.
         return [tf.where(engine.rank == call.root, result, tf.zeros_like(result)) for result in results]
     if keep is Keep.OWN_ROWS:
         rows = tf.stack([tf.shape(tensor, tf.int64)[0] for tensor in op.inputs])
@@ -366,7 +366,7 @@ def _rows_of_table(one: Any, known: int | None) -> Tensor:
 
 
 def _rows_gradient(back: Call, op: Any, gradients: Sequence[Tensor]) -> list[Tensor]:
-    """Reduce the gradients of the result rows. For each input row, return its result row's gradient."""
+    """Reduce the gradients of the result rows, and return the gradient of each input row's result row."""
     arrived = [tf.convert_to_tensor(gradient) for gradient in gradients[::3]]
     results: list[Tensor] = []
     for index, reduced in enumerate(perform(back.but(tables=(), grouped=True), arrived)):

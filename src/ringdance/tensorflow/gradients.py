@@ -70,7 +70,7 @@ class GradientReducer:
     """Reduces lists of gradients over the ranks.
 
     Args:
-        name: Name of the tape or optimizer, and prefix of its exchange names.
+        name: Name of the tape or optimizer, used as the prefix of exchange names.
         compression: Compression of dense gradients in the exchange.
         sparse_as_dense: If True, reduce IndexedSlices as dense tensors.
         op: Reduction operation, such as Average or Sum.
@@ -158,7 +158,7 @@ class GradientReducer:
                 with tf.device(self.devices[1]), tf.control_dependencies(first):
                     named = call("rows" if dense else 0, True, [variables[index] for index in sparse])
                     self._reduce_sparse(results, sparse, variables, named)
-            if not dense and not sparse and variables:  # Other ranks may have some to reduce.
+            if not dense and not sparse and variables:  # Other ranks may have gradients to reduce.
                 perform(call(0, True), [tf.zeros(1)])
             self._compare_weights(key, [variables[index] for index in sorted([*dense, *sparse])])
         return results

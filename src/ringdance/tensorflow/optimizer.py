@@ -70,7 +70,7 @@ class _Delta(_Delegating):
     """Optimizer for Adasum. Each rank takes its own step, and then the weight changes are combined."""
 
     def apply_gradients(self, grads_and_vars: Any, global_step: Any = None, name: str | None = None) -> Any:
-        """Take this rank's step, then replace its weight changes with the combined changes of all ranks."""
+        """Take this rank's step, then replace the weight changes with all ranks' combined changes."""
         pairs = [(gradient, variable) for gradient, variable in grads_and_vars if gradient is not None]
         variables = [variable for _, variable in pairs]
         before = [tf.identity(variable) for variable in variables]

@@ -42,7 +42,7 @@ class PassSums:
         average: If True, reduce the mean over the passes instead of the sum.
 
     Attributes:
-        counter: Variable that counts the passes since the last exchange. None before the first pass.
+        counter: Variable that counts the passes since the last exchange, or None before the first pass.
     """
 
     def __init__(self, passes: int, average: bool) -> None:
@@ -50,7 +50,7 @@ class PassSums:
         self.average = average
         self.counter: Any = None
         self._sums: dict[int, Any] = {}  # Maps a variable's id to the variable and its sum.
-        self._full: Any = None  # In a session's graph: True in the last pass before an exchange.
+        self._full: Any = None  # In a session's graph, True in the last pass before an exchange.
 
     @plain
     def add(self, gradients: list[Any], variables: Sequence[Any], reduce: Reduce) -> list[Any]:

@@ -184,7 +184,7 @@ def _add_coco(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_directory(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("directory", type=Path, metavar="DIR", help="directory of the data set")
+    parser.add_argument("directory", type=Path, metavar="DIR", help="data set directory")
 
 
 def _add_verify(parser: argparse.ArgumentParser) -> None:

@@ -41,7 +41,7 @@ exit code: 0, or 2 if the job does not exist
 _ANSWER_S = 20.0
 _SAMPLE_S = 0.2
 _MOST_WORKERS = 2
-_BEFORE = " without init()"  # appended to a rank's progress if it has not called init() yet
+_BEFORE = " without init()"  # suffix for the progress of a rank that has not called init() yet
 _WAITS = re.compile(r"core/(?:progress|transfers)\.py(?:\", line |:)\d+(?:\)| in wait\b)")
 
 
@@ -60,7 +60,7 @@ class _Rank:
     doing: str = ""
     stacks: str = ""
     operation: str = ""  # full name of the operation that the rank is waiting for
-    workers: list[str] = field(default_factory=list)  # what each of its worker processes is doing
+    workers: list[str] = field(default_factory=list)  # what each worker process is doing
 
     @property
     def who(self) -> str:
@@ -155,7 +155,7 @@ def _only_job(ranks: list[_Rank], target: str) -> list[_Rank]:
         raise LaunchError(f"several jobs are running here. Pass the ID of one of them:\n  {lines}")
     here = f"on {os.uname().nodename}"
     if not target:
-        raise LaunchError(f"none of your jobs has a rank {here}. Use -H to look at other hosts")
+        raise LaunchError(f"none of your jobs has a rank {here}. Use -H to look at other hosts.")
     record = records.find(target)
     state = {"ended": "it has ended", "lost": "its launcher was killed"}.get(
         record.state, f"it is running on {', '.join(record.hosts)}. To look there, use -H"
@@ -189,7 +189,7 @@ def _rank_of(reader: RingReader) -> _Rank | None:
     number, host, pid = reader.who
     try:
         process = psutil.Process(pid)
-        job = process.environ().get(linux.MARKER) or str(process.ppid())  # mpiexec or its daemon
+        job = process.environ().get(linux.MARKER) or str(process.ppid())  # the pid of mpiexec or its daemon
     except psutil.Error:
         return None
     waits_for, since = reader.name(reader.words[Word.PENDING]), reader.words[Word.PENDING_SINCE]

@@ -52,8 +52,8 @@ examples:
   ringdance tune threads -H h1,h2 --global-batch 512 -- python train.py --batch {batch}
 
 exit code: 0 if a trial was measured, 1 if not, 2 for a wrong argument, 130 after Ctrl-C"""
-_POLL, _WORTH = 0.2, 0.02  # seconds between polls; minimum relative gain
-_TURNS = 5  # runs per setting: of two equal settings, the second appears faster once in C(10, 5) = 252
+_POLL, _WORTH = 0.2, 0.02  # polling interval in seconds; minimum relative gain
+_TURNS = 5  # runs per setting; an equal setting seems faster only once in C(10, 5) = 252 comparisons
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TF_NUM_INTRAOP_THREADS")
 _BINDS = {"off": [0], "on": [1], "both": [0, 1]}
 
@@ -113,7 +113,7 @@ class Trials:
         with open(directory / "log", "wb") as log:
             job = subprocess.Popen(
                 line, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environ, start_new_session=True,
-                preexec_fn=die_with_parent,  # ends the job even if this process is killed by SIGKILL
+                preexec_fn=die_with_parent,  # ends the job even if this process receives SIGKILL
             )  # fmt: skip
         try:
             return self._measure(job, directory)
@@ -171,7 +171,7 @@ def _metrics(directory: Path) -> RunMetrics | None:
 
 
 def _steady(run: RunMetrics) -> float:
-    """Return the duration in seconds over which the speed has been measured so far."""
+    """Return for how many seconds the speed has been measured so far."""
     times = [row["last_step_time"] for row in run.ranks[0].training if "last_step_time" in row] or [0.0]
     return float(times[-1] - times[0])
 
@@ -228,7 +228,7 @@ def _space(given: argparse.Namespace, cores: int, hosts: int) -> dict[str, list[
     has_batch = any("{batch}" in word for word in given.command)
     if has_batch != bool(batch):
         missing = "--global-batch N" if has_batch else "{batch} in the command, for the batch per rank"
-        raise LaunchError(f"--global-batch and {{batch}} must be used together. Add {missing}")
+        raise LaunchError(f"--global-batch and {{batch}} must be used together. Add {missing}.")
     ranks = given.ranks or (powers if has_batch else [1])
     if not has_batch:
         if len(ranks) > 1:
@@ -239,7 +239,7 @@ def _space(given: argparse.Namespace, cores: int, hosts: int) -> dict[str, list[
     if not fit:
         near = -(-batch // (ranks[0] * hosts)) * ranks[0] * hosts
         problem = f"--global-batch {batch} cannot be divided among {ranks} ranks per host, hosts: {hosts}"
-        raise LaunchError(f"{problem}. Use --global-batch {near}")
+        raise LaunchError(f"{problem}. Use --global-batch {near}.")
     if left := [n for n in ranks if n not in fit]:
         print(f"Skipping {left} ranks per host: {batch} cannot be divided among them.", file=sys.stderr)
     return {"ranks": fit, "intra": given.intra or powers, "bind": _BINDS[given.bind]}

@@ -24,7 +24,7 @@ __all__ = [
 
 
 class ElasticSampler(ElasticIndices, torch.utils.data.Sampler[int]):
-    """Gives each rank its share of a data set or, after a restart, of the samples that remain in the epoch.
+    """Gives each rank its share of a dataset or, after a restart, of the epoch's remaining samples.
 
     Add it to the state, so that it is committed together with the weights::
 
@@ -180,7 +180,7 @@ class TorchState(ObjectState):
         super().save()
 
     def restore(self) -> None:
-        """Go back to the last saved state. Modules, optimizers and samplers stay the same objects.
+        """Restore the last saved state. Modules, optimizers and samplers stay the same objects.
 
         Gradients are discarded, including gradients accumulated over several backward passes. Commit after
         ``optimizer.step()``, because a commit between the backward passes of a step does not save gradients.

@@ -63,13 +63,13 @@ class Gradients:
         self.sparse_as_dense = sparse_as_dense
         # Weak references to the gradients that hold the result of an exchange. They may be freed at any time.
         self._left: dict[int, weakref.ref[Tensor]] = {}
-        self._versions: dict[int, int] = {}  # Version counters of the gradients in _left after a step.
+        self._versions: dict[int, int] = {}  # Version counters, after a step, of the gradients in _left.
         self._copies: dict[int, tuple[Tensor, Any]] = {}
         # Arguments of _write_sent for each bucket that was sent without a copy to the host.
         self._sent: dict[tuple[int, ...], tuple[Work | Launched, list[Any], Any]] = {}
         self._direct: TorchExchange | None = None
         self._opened = 0
-        self._delivered: Any = None  # Event recorded after the last bucket was written back.
+        self._delivered: Any = None  # Recorded after the last bucket was written back.
         # The gradients' dtypes in each bucket that was sent after a round of agreement.
         self._agreed: dict[tuple[int, ...], list[torch.dtype]] = {}
 
@@ -136,7 +136,7 @@ class Gradients:
     def buffers(self, indices: Sequence[int], zeros: bytes) -> tuple[Array, ...]:
         """Return contiguous arrays to reduce in place.
 
-        The array is zero for a gradient that is missing or marked in ``zeros``.
+        An array contains zeros if its gradient is missing or marked in ``zeros``.
         """
         views = None if zeros else self.gradient_views(indices)
         if views is not None:

@@ -62,7 +62,7 @@ class Hooks:
     def __init__(self, parameters: Sequence[Tensor], exchange: GradientExchange) -> None:
         self.parameters = parameters
         self.exchange = exchange
-        self._tasks: dict[int, int] = {}  # The step in which each unfinished pass began.
+        self._tasks: dict[int, int] = {}  # Step in which each unfinished pass began, by task id.
         self._handles: dict[int, Any] = {}
         self.close = weakref.finalize(self, _close, self._handles, exchange)
         self.close.atexit = False
@@ -123,7 +123,7 @@ class Hooks:
     @compiler_disable
     def _end(self) -> None:
         task = _private.graph_task()
-        if task not in self._tasks:  # Two threads queued this callback for the same pass.
+        if task not in self._tasks:  # Another thread queued this callback for the same pass.
             return
         began_in = self._tasks[task]
         for past in [number for number in self._tasks if number <= task]:  # Includes passes that failed.

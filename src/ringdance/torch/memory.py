@@ -97,7 +97,7 @@ def array_of(tensor: torch.Tensor, in_place: bool = False) -> Array:
         if tensor.is_cpu and tensor.dtype in _PLAIN and tensor.is_contiguous():
             return tensor.detach().numpy() if tensor.requires_grad else tensor.numpy()
     except (AttributeError, RuntimeError, TypeError):
-        pass  # Not a tensor, a sparse tensor, or a tensor with a pending negation. Handled below.
+        pass  # Not a tensor, a sparse tensor, or a lazily negated tensor. Handled below.
     host = host_tensor(tensor)
     if in_place:
         check_in_place(tensor)
@@ -132,9 +132,8 @@ def check_in_place(tensor: torch.Tensor) -> None:
         )
     if tensor.is_conj() or tensor.is_neg():
         raise ArgumentError(
-            "An in-place operation needs a tensor whose values are in memory, but this tensor is a view that "
-            "conjugates or negates them. Use tensor.resolve_conj().resolve_neg(), or the out-of-place "
-            "function."
+            "In-place operations do not support lazily conjugated or negated views. Materialize the tensor "
+            "with tensor.resolve_conj().resolve_neg(), or use the out-of-place function."
         )
 
 

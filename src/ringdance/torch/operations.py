@@ -159,7 +159,7 @@ def grouped_allreduce_async_(
 def sparse_allreduce_async(
     tensor: Tensor, name: str | None, op: int | None, process_set: ProcessSet = global_process_set
 ) -> Callable[[], Tensor]:
-    """Start gathering the entries of all ranks' sparse tensors. Returns a function that waits for the result.
+    """Start gathering the entries of all ranks' sparse tensors. Return a function that waits for the result.
 
     The result is a sparse tensor. Entries with equal indices from different ranks stay separate
     (``coalesce()`` sums them). Average divides the values by the number of ranks. Any other ``op`` is treated

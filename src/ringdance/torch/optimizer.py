@@ -54,7 +54,7 @@ class _Distributed(Wrapped):
 
     # Defaults are class attributes, so that a copied optimizer starts with them.
     _skip = False
-    _by_hand = False  # True if synchronize() has been called since the last step.
+    _by_hand = False  # True if synchronize() was called after the last step.
 
     def _connect(self) -> None:
         """Create the exchange and install hooks on the parameters.
@@ -69,7 +69,7 @@ class _Distributed(Wrapped):
             return
         check_whole(options.names, options.parameters)
         source = Gradients(options.parameters, options.compression, options.sparse_as_dense)
-        on_gpu = source.on_device and not options.parameters[0].is_cpu  # If so, the CPU cores are idle.
+        on_gpu = source.on_device and not options.parameters[0].is_cpu  # The CPU cores are then idle.
         exchange = self._exchange = GradientExchange(
             source, options.names, operation=options.operation, passes=options.passes,
             predivide=options.predivide, groups=options.groups, process_set=options.process_set,
@@ -126,7 +126,7 @@ class _Distributed(Wrapped):
 
     @compiler_disable
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Set the number of backward passes per exchange of gradients. Call this only between steps."""
+        """Set the number of backward passes per gradient exchange. Call this only between steps."""
         super().set_backward_passes_per_step(passes)
         self._prepare()
         if self._exchange is not None:
@@ -269,7 +269,7 @@ def DistributedOptimizer(
         release(parameters)
         return wrap(optimizer, AdasumOptimizer, options)
     if takes_part(process_set):
-        check_whole(names, parameters)  # Must precede wrap(), which changes the optimizer.
+        check_whole(names, parameters)  # Must come before wrap(), which changes the optimizer.
     result = wrap(optimizer, _Distributed, options)
     result._connect()
     if result._exchange is not None:
@@ -279,7 +279,7 @@ def DistributedOptimizer(
 
 
 def _check_adasum(process_set: ProcessSet, parameters: list[Tensor]) -> None:
-    """Reject Adasum on a subset of the ranks, and warn if its results differ from Horovod's."""
+    """Raise an error for Adasum on a subset of the ranks. Warn if the results differ from Horovod's."""
     if process_set is not global_process_set:
         raise NotImplementedError("An optimizer with op=Adasum does not support process_set. Omit it.")
     if nccl_built() and any(parameter.is_cuda for parameter in parameters):

@@ -1,4 +1,4 @@
-"""Base class of the mixins for distributed optimizers, and the options of a distributed optimizer."""
+"""Base class of the mixins for distributed optimizers, and the optimizers' options."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class OptimizerOptions:
         scales_of(self.operation, self.predivide)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "given": {}}  # ``given`` refers to parameters that are not copied.
+        return {**self.__dict__, "given": {}}  # ``given`` refers to parameters outside the copy.
 
 
 class Wrapped:
@@ -89,7 +89,7 @@ class Wrapped:
         return _blank, type(self).__bases__, self.__getstate__()
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Set the number of backward passes per exchange of gradients. Has no effect for Adasum."""
+        """Set the number of backward passes per gradient exchange. Has no effect for Adasum."""
         check_passes(passes)
         self._options.passes = passes
 

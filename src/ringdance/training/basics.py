@@ -55,7 +55,7 @@ def init(comm: Any = None, process_sets: Iterable[ProcessSet] | str | None = Non
     session.init(comm)
     if not again:
         handles.clear()
-        if session.engine().closed:  # This process was started by a rank, and is not in the job.
+        if session.engine().closed:  # This process was started by a rank and is not part of the job.
             return
     # The first call registers even an empty list: if another rank passes sets, all ranks must get the error.
     # If the first list was rejected, no sets exist yet, so a later call may pass another list.
@@ -121,7 +121,7 @@ def mark_step() -> None:
 
 
 def rank() -> int:
-    """Return this process's rank in the job, 0 to size - 1."""
+    """Return this process's rank in the job, from 0 to size - 1."""
     return session.engine().rank
 
 

@@ -28,12 +28,12 @@ from ringdance.errors import RingdanceError
 from ringdance.host.files import open_at_once, sync_path
 
 _log = logging.getLogger("ringdance")
-_MOST_BYTES = 1 << 16  # Maximum size of a manifest.
+_MOST_BYTES = 1 << 16  # Maximum size of a manifest in bytes.
 TABLE = ".npy"
-"""Suffix of a checkpoint's table file, appended to the name of the checkpoint file."""
+"""Suffix appended to a checkpoint file's name to form the name of its table file."""
 tokens: set[str] = set()
 """Tokens of the saves in progress in this process. See Note [Manifests]."""
-_naming = threading.Lock()  # Serializes writers in this process that use the same directory and name.
+_naming = threading.Lock()  # Serializes this process's writers that use the same directory and name.
 _locks: dict[Path, IO[bytes]] = {}  # Lock files, which stay locked until this process exits.
 
 
@@ -46,11 +46,11 @@ class SavedCheckpoint(NamedTuple):
 
     Attributes:
         number: Number of the checkpoint.
-        serial: Position in the order of saving, starting at 1. 0 if the manifest is missing.
-        token: Token in the temporary file names. Empty if the manifest is missing. See Note [Manifests].
+        serial: Position in the order of saving, starting at 1, or 0 if the manifest is missing.
+        token: Token in the temporary file names, or "" if the manifest is missing. See Note [Manifests].
         sizes: Sizes of the checkpoint file and the table file in bytes. A single entry if there is no table.
-        checksums: CRC-32 of each of these files. Empty if the manifest is missing.
-        problem: Why the checkpoint is not usable. Empty if it is complete.
+        checksums: CRC-32 of each of these files, or empty if the manifest is missing.
+        problem: Why the checkpoint is not usable, or "" if it is complete.
     """
 
     number: int
@@ -152,7 +152,7 @@ class CheckpointFiles:
         others = ", ".join(str(saved.number) for saved in every if not saved.problem) or "none"
         raise CheckpointError(
             f"there is no complete checkpoint{'' if number is None else f' {number}'}. Complete: {others}. "
-            f"Damaged: {damaged or 'none'}. Read another checkpoint, or remove the damaged files"
+            f"Damaged: {damaged or 'none'}. Read another checkpoint, or remove the damaged files."
         )
 
     def _checked(self, saved: SavedCheckpoint) -> SavedCheckpoint:
@@ -245,14 +245,14 @@ class CheckpointFiles:
                     self.path(0).name.replace("0" * 8, "*"), self._directory,
                 )  # fmt: skip
                 return
-            except OSError:  # The file system has no locks. Assume that this is the only writer.
+            except OSError:  # The file system does not support locks. Assume that there is only one writer.
                 pass
             for saved in self.scan():
                 self._finish(saved)
             for path in self._directory.iterdir():
                 match = self._partials.fullmatch(path.name)
                 if match and match["token"] not in tokens:
-                    with contextlib.suppress(OSError):  # For example, the path may be a directory.
+                    with contextlib.suppress(OSError):  # The path may be a directory, for example.
                         path.unlink()
 
     def _finish(self, saved: SavedCheckpoint) -> None:

@@ -104,7 +104,7 @@ class Checkpoints:
     def _write(self, number: int, token: str, *writers: Any) -> None:
         try:
             self._files.write(number, token, *writers)
-        except Exception as error:  # Log it: the script may exit before it waits for the last checkpoint.
+        except Exception as error:  # Log it, as the script may exit without waiting for the checkpoint.
             problem = self._not_written(number, error)
             _log.error("ringdance: %s", self._error(problem))
             raise problem from None
@@ -123,7 +123,7 @@ class Checkpoints:
         self._on_rank_zero(result)
 
     def numbers(self) -> list[int]:
-        """Return the numbers of the complete checkpoints, in the order of saving."""
+        """Return the numbers of all complete checkpoints, in the order in which they were saved."""
         return self._on_rank_zero(lambda: [saved.number for saved in self._files.scan() if not saved.problem])
 
     def read(

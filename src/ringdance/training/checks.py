@@ -138,7 +138,7 @@ def is_gradient_sum(variable: Any) -> bool:
 
 
 def check_root(root: int, members: tuple[int, ...], name: str | None, set_id: int) -> None:
-    """Raise ArgumentError if the root of a broadcast is not a member of the process set."""
+    """Raise ArgumentError if a broadcast's root is not a member of the process set."""
     if root not in members:
         raise ArgumentError(
             f"broadcast{f' {name!r}' if name else ''}: root rank {root} is not in process set {set_id} with "

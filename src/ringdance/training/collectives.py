@@ -74,7 +74,7 @@ class Call:
     grouped: bool = False
     equal_splits: bool = False
     tables: tuple[str, ...] = ()
-    step_mark: int = 0  # A StepMark as an integer, because hashing Enum members is slow.
+    step_mark: int = 0  # A StepMark, stored as an integer because hashing Enum members is slow.
     pattern: str = ""
     weights: tuple[str, ...] = ()
     # Cached dtypes and shapes of the last submission, with its description. Comparing is faster than hashing.
@@ -186,7 +186,7 @@ class Call:
             engine.refuse(request, str(error))
 
     def completed(self) -> None:
-        """Mark the step, if it ends with this call. Called when the call's results are available."""
+        """Mark the end of a step if this call ends it. Called when the call's results are available."""
         if self.step_mark:
             session.mark_step(StepMark(self.step_mark))
 
@@ -224,8 +224,8 @@ class Keep(enum.Enum):
     """The part of a backward call's results that is this rank's gradient."""
 
     ALL = enum.auto()
-    OWN_ROWS = enum.auto()  # The rows in each result that match this rank's input to the allgather.
-    ROOT = enum.auto()  # All rows on the root, zeros on the other ranks.
+    OWN_ROWS = enum.auto()  # The rows of each result that correspond to this rank's input to the allgather.
+    ROOT = enum.auto()  # All rows on the root, and zeros on the other ranks.
     PADDED = enum.auto()  # All rows, followed by zeros for the rows that the forward call did not send.
 
 
@@ -313,7 +313,7 @@ def _refuse_early(call: Call, error: Exception) -> None:
 
 
 _BARRIER = Description(Collective.BARRIER)
-# Methods to call after all ranks have joined. Weak references, so that registration keeps no object alive.
+# Methods to call after all ranks have joined. The references are weak, to keep no object alive.
 _listeners: weakref.WeakKeyDictionary[Engine, list[weakref.WeakMethod[Callable[[], None]]]] = (
     weakref.WeakKeyDictionary()
 )
@@ -326,7 +326,7 @@ def on_join(engine: Engine, method: Callable[[], None]) -> None:
 
 
 def barrier(engine: Engine, set_id: int = 0) -> None:
-    """Return once all members have called this function."""
+    """Block until all members have called this function."""
     members_of(engine, set_id)
     engine.submit(Request(_BARRIER, set_id=set_id), wake=False).wait()
 

@@ -41,16 +41,16 @@ class Process:
     engine: Engine | None = None
     comm: Any = None  # the arguments of the last init()
     transport: tuple[int, Callable[..., Transport]] | None = None
-    pid: int = 0  # 0 before the first init()
+    pid: int = 0  # this process's pid, or 0 before the first init()
     mpi: bool = False
     monitor = RankMonitor()
-    clean: bool = True  # every engine so far has stopped by agreement
+    clean: bool = True  # True while every engine so far has stopped by agreement
     at_init: tuple[Callable[[], None], ...] = ()
     tuner: Autotuner | None = None
-    failed: bool = False  # the program is ending with an uncaught exception or a nonzero exit code
+    failed: bool = False  # True if the program is ending with an uncaught exception or a nonzero exit code
     unseen: tuple[Engine | None, Exception] | None = None  # see ``session.note_unseen``
-    # Returns True if this rank has trained. None if that is unknown or was already reported, or if the rank
-    # has reduced something, so that a warning is not needed.
+    # Function that returns True if this rank has trained. None if no warning is needed, because this is
+    # unknown or was already reported, or because the rank has reduced something.
     has_trained: Callable[[], bool] | None = None
 
     def watch(self) -> None:

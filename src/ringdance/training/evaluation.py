@@ -1,4 +1,4 @@
-"""Evaluate predictions over all ranks: top-k accuracy, area under the ROC curve, log-loss."""
+"""Evaluate predictions over all ranks: top-k accuracy, area under the ROC curve, and log-loss."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from ringdance.training.objects import allgather_json
 
 __all__ = ["BinaryScores", "TopK"]
 
-_SAMPLES = 256  # Number of scores that each rank samples, to choose the range of scores for each rank.
-_LEAST = 1e-15  # Probabilities are clipped to this minimum before the logarithm is taken.
+_SAMPLES = 256  # Number of scores that each rank samples, from which the ranks' score ranges are chosen.
+_LEAST = 1e-15  # Minimum to which probabilities are clipped before the logarithm is taken.
 
 
 class TopK:

@@ -44,7 +44,7 @@ def broadcast_object(
     """
     engine = session.engine()
     number = set_id(process_set)
-    name = name or "broadcast_object"  # Without the object's type, which may differ between ranks.
+    name = name or "broadcast_object"  # Omits the object's type, which may differ between ranks.
     if engine.size == 1:
         return obj
     is_root = engine.rank == root_rank

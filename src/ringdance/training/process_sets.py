@@ -68,7 +68,7 @@ class ProcessSet:
         return None if self.ranks is None else rank in self.ranks
 
     def __deepcopy__(self, memo: Any) -> ProcessSet:
-        return self  # Like a communicator, it refers to a set in the job.
+        return self  # Not copied, because it refers to a set in the job, like a communicator.
 
     def __getstate__(self) -> dict[str, Any]:
         return {"ranks": self.ranks, "mpi_comm": None}  # The id is valid only in this job.
@@ -202,5 +202,5 @@ def bind(process_sets: list[ProcessSet]) -> None:
     for process_set in process_sets:
         ranks = ranks_of(process_set)
         process_set.process_set_id = known.get(ranks)
-        if process_set.process_set_id is None:  # Not registered, or registered in a job that has ended.
+        if process_set.process_set_id is None:  # Not registered, or registered in a job that ended.
             raise KeyError(f"No process set has the ranks {list(ranks)}. Add it with add_process_set().")

@@ -19,13 +19,13 @@ DYNAMIC = "DYNAMIC"
 
 
 class RankMonitor:
-    """Holds the ring buffer and the monitor's client. Outlives an engine, and serves the next one too."""
+    """Holds the ring buffer and the monitor's client. Outlives an engine, and also serves the next one."""
 
     def __init__(self) -> None:
         self._ring: Ring | None = None
         self._client: MonitorClient | None = None
         self._started = False  # True once an engine has started
-        self._killed = ""  # how this host's monitor was killed; empty if it was not
+        self._killed = ""  # how this host's monitor was killed, or "" if it was not
 
     def prepare(self) -> Ring:
         """Create the ring before the ranks connect, so that the monitor later finds all ranks' rings."""

@@ -189,7 +189,7 @@ def _join(comm: Any, transport: tuple[int, Callable[..., Transport]] | None) -> 
         joined = startup.start_with(*transport, settings, _process.monitor)
     _process.engine = joined
     _process.comm, _process.unseen = comm, None
-    with contextlib.suppress(OSError, KeyError):  # host/site/sitecustomize.py looks for this file
+    with contextlib.suppress(OSError, KeyError):  # read by host/site/sitecustomize.py
         name = f"joined.{os.environ['RINGDANCE_RANK']}"
         open(os.path.join(os.environ["RINGDANCE_JOB_DIRECTORY"], name), "wb").close()
     _process.monitor.start(joined)

@@ -37,7 +37,7 @@ class Shard:
     it, and their arguments are compared.
 
     Args:
-        length: Number of samples in the data set, the same on all ranks.
+        length: Number of samples in the dataset, the same on all ranks.
         ends: "pad", "drop" or "join": what to do if the samples cannot be divided evenly.
         shuffle: If True, each epoch has a different order.
         seed: Seed for shuffling, 0 to 2**32 - 1, the same on all ranks.
@@ -95,7 +95,7 @@ class Shard:
         return np.arange(start, stop, step, dtype=np.int64)
 
     def span(self) -> tuple[int, int, int]:
-        """Return the start, stop and step of the range of this rank's positions."""
+        """Return this rank's positions as a range: start, stop and step."""
         total = total_of(self.length, self.size, self.ends)
         if self.layout == "strided":
             return self.rank, total, self.size
@@ -134,12 +134,12 @@ def shard(
     data: Any, *, ends: str, shuffle: bool = False, seed: int = 0, layout: str = "strided",
     process_set: ProcessSet = global_process_set,
 ) -> Shard:
-    """Return this rank's share of a data set, as indices. See ``Shard``.
+    """Return this rank's share of a dataset, as indices. See ``Shard``.
 
     The result is a PyTorch sampler: ``DataLoader(data, batch_size=32, sampler=hvd.shard(data, ends="pad"))``.
 
     Args:
-        data: Number of samples, or an indexable object such as an array, a list or a PyTorch data set.
+        data: Number of samples, or an indexable object such as an array, a list or a PyTorch dataset.
         ends: "pad", "drop" or "join".
         shuffle: If True, each epoch has a different order.
         seed: Seed for shuffling.
@@ -152,7 +152,7 @@ def shard(
     if not isinstance(data, int | np.integer):
         numbered = hasattr(data, "__getitem__") and hasattr(data, "__len__")
         if not numbered or isinstance(data, str | bytes | tuple | Mapping):
-            kinds = "a data set, a single array (for a tuple or dict of arrays), or the number of samples"
+            kinds = "a dataset, a single array (for a tuple or dict of arrays), or the number of samples"
             raise ArgumentError(f"shard(): a {type(data).__name__} has no numbered samples. Pass {kinds}.")
         data = len(data)
     return Shard(data, ends=ends, shuffle=shuffle, seed=seed, layout=layout, process_set=process_set)

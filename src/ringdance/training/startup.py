@@ -1,4 +1,4 @@
-"""The steps of ``init()``: configure logging, start the engine, set variables for child processes."""
+"""The steps of ``init()``: configure logging, start the engine, and set variables for child processes."""
 
 from __future__ import annotations
 
@@ -177,8 +177,8 @@ class ParentRank:
 
     Attributes:
         pid: The rank's process ID.
-        place: Its ``rank``, ``size``, ``local_rank`` and so on, by name.
-        launch: Variables that the rank's launcher set. In processes of another launch, their values differ.
+        place: The rank's ``rank``, ``size``, ``local_rank`` and so on, by name.
+        launch: Variables set by the rank's launcher. Their values differ from one launch to the next.
     """
 
     pid: int

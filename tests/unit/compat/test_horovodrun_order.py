@@ -51,7 +51,7 @@ def test_number_of_processes(words, ranks):
 
 def test_ranks_have_horovods_time_to_end():
     assert order("-np", "2").grace == 5.0
-    with pytest.raises(LaunchError, match=r"--grace -1: it must be 0 seconds or more"):
+    with pytest.raises(LaunchError, match=r"--grace must be at least 0 and less than 1e9 seconds, got -1"):
         JobSpec(["x"], ranks=1, grace=-1.0).resolved()
 
 

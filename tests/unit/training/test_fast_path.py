@@ -188,8 +188,8 @@ def test_different_steps_raise_on_all_ranks(case: tuple[str, str | None]) -> Non
 
     messages = job(size, program, hosts=hosts)
     assert set(messages) == {
-        "247, and the ranks are in steps 0, 7 (modulo 8)",
-        "0, and the ranks are in steps 0, 7 (modulo 8)",
+        "247, and ranks are at different steps: 0, 7 (modulo 8)",
+        "0, and ranks are at different steps: 0, 7 (modulo 8)",
     }
 
 

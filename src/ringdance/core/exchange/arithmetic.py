@@ -30,7 +30,7 @@ warnings.filterwarnings("ignore", r"(overflow|invalid value)", RuntimeWarning, r
 
 Array = np.ndarray[Any, Any]
 
-_OPERATIONS: dict[ReduceOp, tuple[Any, str | None]] = {  # NumPy ufunc, name in Transport.allreduce
+_OPERATIONS: dict[ReduceOp, tuple[Any, str | None]] = {  # (NumPy ufunc, name in Transport.allreduce)
     ReduceOp.AVERAGE: (np.add, "sum"),
     ReduceOp.SUM: (np.add, "sum"),
     ReduceOp.ADASUM: (np.add, None),  # used only with a single rank, where nothing is combined
@@ -95,7 +95,7 @@ def _scale_integers(source: Array, factor: float, out: Array) -> None:
 
 
 class Reduction:
-    """How one kind of batch is reduced: dtype, operation, scales, number of ranks.
+    """How a kind of batch is reduced: dtype, operation, scale factors and number of ranks.
 
     Args:
         dtype, operation, prescale, postscale, size: Values from the request. Averages divide by ``size``. A

@@ -61,7 +61,7 @@ def copy_range(
     views: Sequence[Array], bounds: Sequence[int], start: int, stop: int, buffer: Array, outward: bool
 ) -> None:
     """Copy bytes [start, stop) of the concatenated ``views`` to ``buffer``, or back if ``outward``."""
-    if len(views) == 1:  # fast path, which is five times as fast
+    if len(views) == 1:  # fast path, five times as fast
         if outward:
             views[0][start:stop] = buffer[: stop - start]
         else:
@@ -84,10 +84,10 @@ class Exchange(abc.ABC):
     Attributes:
         set_id: Process set of the members, named in records.
         devices: Exchanges for the members' tensors on devices, by kind of device.
-        chunk_bytes: Size of the chunks of an all-reduce within a host, in bytes. 0 if there are none.
+        chunk_bytes: Chunk size, in bytes, of an all-reduce within a host, or 0 without chunks.
         most_chunk_bytes: Upper bound for changes of ``chunk_bytes``.
-        wire_bytes: Number of bytes sent between hosts at a time. 0 if nothing is sent between hosts.
-        flat: True if all-reduces skip the stage within hosts. None if there is only one stage.
+        wire_bytes: Number of bytes sent between hosts at a time, or 0 if nothing is sent between hosts.
+        flat: True if all-reduces skip the stage within hosts, or None if there is only one stage.
     """
 
     set_id = 0
@@ -125,7 +125,7 @@ class Exchange(abc.ABC):
     def alltoall(self, sends: Sequence[Array], receives: Sequence[Array], longest: int) -> Steps:
         """Send ``sends[i]`` (uint8) to member i and receive ``receives[i]`` from it.
 
-        ``longest``: Size in bytes of the longest part that any member sends to any other member.
+        ``longest``: Size in bytes of the largest part that any member sends to another.
         """
 
     @abc.abstractmethod
@@ -167,7 +167,7 @@ class Exchange(abc.ABC):
         yield from self.stream(views if self.rank == root else [], lengths, receives)
 
     def copy(self, source: Array, target: Array) -> Steps:
-        """Copy an array locally, in steps, because filling 1 GB of new memory takes several seconds."""
+        """Copy an array locally, piece by piece, because filling 1 GB of new memory takes several seconds."""
         source, target = as_bytes(source), as_bytes(target)
         for start in range(0, source.size, _COPY_BYTES):
             if start:
@@ -183,7 +183,7 @@ class Exchange(abc.ABC):
 
     @staticmethod
     def bounds(views: Sequence[Array]) -> list[int]:
-        """Return the start of each view in the row that the views form, and the length of the row."""
+        """Return each view's start offset in the concatenation of the views, and the total length."""
         return [0, *accumulate([view.size for view in views])]
 
 

@@ -14,11 +14,11 @@ from ringdance.core.exchange.chunks import chunks, even_rows
 from ringdance.core.exchange.sizes import Sizes
 from ringdance.core.transport.base import Pending, Transport
 
-_IN_FLIGHT = 4  # chunks: enough to overlap packing, sending and unpacking
-_AHEAD = 2  # chunks that are sent before the first is reduced, to keep the network busy
-_POLLS = 8  # consecutive tests for completion, because MPI moves data only during tests
+_IN_FLIGHT = 4  # number of chunks in flight, enough to overlap packing, sending and unpacking
+_AHEAD = 2  # number of chunks to send before reducing the first, to keep the network busy
+_POLLS = 8  # number of consecutive tests for completion; MPI moves data only during tests
 _FEW = 16  # maximum number of members that send the blocks of a chunk to each other
-# Rounds in flight. A second one keeps the network busy while the first is packed or unpacked.
+# Number of rounds in flight. The second keeps the network busy while the first is packed or unpacked.
 _ROUNDS = 2
 
 _Handle = Callable[[int, Array], Steps]
@@ -60,7 +60,7 @@ class _ChunkInFlight:
         self._pending: Pending | None = None
 
     def start(self, buffer: Array, how: Reduction) -> None:
-        """Send the contents of ``buffer``, which is a part of ``memory``."""
+        """Send the contents of ``buffer``, which is part of ``memory``."""
         self.buffer, self._how = buffer, how
         size = self._transport.size
         by_mpi = self._small >= 0 and (sends_to_few(size) or buffer.nbytes <= self._small)
@@ -138,7 +138,7 @@ class ChunkPipeline:
         """Reduce chunks.
 
         Args:
-            lengths: Number of elements of each chunk.
+            lengths: Number of elements in each chunk.
             how: How the chunks are reduced.
             load: Called with a chunk's number and an array, which it fills with this member's input.
             unload: Called with a chunk's number and its result, which it copies with ``how.deliver``. The
@@ -213,11 +213,11 @@ class MpiExchange(Exchange):
 
         Args:
             length: Length of the longest row, in bytes or elements. The same on all members.
-            row: Maximum length of the part of each row that one round moves, in the same unit.
+            row: Maximum length, in the same unit, of the part of each row that one round moves.
             post: Starts the round that moves the parts at an offset in the rows. The memory passed to it is
                 reused once the round is complete.
         """
-        if length <= row:  # one round is enough for most calls
+        if length <= row:  # for most calls, one round is enough
             if length:
                 yield from self._complete(post(0, _Memory()))
             return
@@ -331,7 +331,7 @@ class MpiExchange(Exchange):
 
 
 class _Memory:
-    """Buffers of a round in flight. Later rounds of the same collective reuse them."""
+    """Buffers for a round in flight. Later rounds of the same collective reuse them."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, Array] = {}

@@ -28,7 +28,7 @@ from ringdance.core.transport.window import Window
 # 384 KiB than with chunks of 768 KiB, which do not fit in the L2 cache. With four or more members, it is more
 # important to have few synchronization points.
 _MAX_BLOCK_BYTES = 192 << 10
-_RECORDED = 32  # chunks recorded per batch in a timeline: recording all would take 1.5% of an exchange's time
+_RECORDED = 32  # chunks to record per batch in a timeline; recording all would slow exchanges by 1.5%
 Blocks = Sequence[Sequence[Segment]]
 _BYTE = np.dtype(np.uint8)
 
@@ -141,7 +141,7 @@ class SharedMemoryExchange(Exchange):
                 deliver(own_buffer[at:end], outputs[tensor][start:stop])
             if marked:
                 marks.append(monotonic_ns())
-            if number < len(plan):  # synchronizes this chunk's results and the next chunk's inputs
+            if number < len(plan):  # one wait synchronizes this chunk's results and the next chunk's inputs
                 buffers = self._buffers(how.dtype)
                 self._copy_in(plan[number], buffers[own], inputs, how)
             if marked:

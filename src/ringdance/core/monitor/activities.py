@@ -37,7 +37,7 @@ def chunks_of(records: Sequence[Record]) -> list[Chunk]:
 
 
 def phases(chunks: Sequence[Chunk]) -> Iterator[Span]:
-    """Yield the name, start and end of each phase of the chunks."""
+    """Yield the name, start and end of each of the chunks' phases."""
     for chunk in chunks:
         at = chunk.time
         for name, duration in zip(_ORDER, chunk.durations, strict=True):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 _BOOT = "import sys;sys.path.insert(0,sys.argv.pop(1));from ringdance.core.monitor.main import main;main()"
-_WRITING_S = 60.0  # timeout; writing a file of the maximum size takes five seconds
+_WRITING_S = 60.0  # timeout for writing a file, which takes at most about five seconds
 _OTHERS_S = 2.0
 
 
@@ -61,7 +61,7 @@ class MonitorClient:
         Args:
             options: Arguments for ``metrics.Metrics`` except ``readers``, ``path`` and ``warn``.
         """
-        with contextlib.suppress(OSError):  # training continues even if the monitor has been killed
+        with contextlib.suppress(OSError):  # training continues even if the monitor was killed
             self._send(do="metrics", path=sys.path, **options)
 
     def listen(self, others: int) -> dict[str, Any]:
@@ -89,7 +89,7 @@ class MonitorClient:
         return answer
 
     def killed(self) -> str:
-        """Describe how the monitor ended. "" if it is still running. Must be called before ``close``."""
+        """Describe how the monitor ended, or return "" if it is still running. Call this before ``close``."""
         if (code := self._process.poll()) is None:
             return ""
         how = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"

@@ -12,7 +12,7 @@ from ringdance.host.limits import affinity, quota, words_of
 
 
 class _Times(NamedTuple):
-    """Times in seconds: clock time, idle time and total time of the cores, and CPU time of the cgroup."""
+    """Times in seconds: clock time, the cores' idle and total time, and the cgroup's CPU time."""
 
     clock: float
     idle: float
@@ -59,7 +59,7 @@ class CoreUse:
         return _Times(time.monotonic(), idle, total, self._used() if self._cgroup else 0.0)
 
     def _used(self) -> float:
-        """Return the CPU time, in seconds, of the cgroup that has the quota. 0 if it is unavailable."""
+        """Return the CPU time used by the cgroup that sets the quota, in seconds, or 0 if unavailable."""
         words = words_of(f"{self._cgroup}/cpu.stat")  # in cgroup v1, this file does not contain the usage
         if "usage_usec" in words:
             return int(words[words.index("usage_usec") + 1]) / 1e6

@@ -62,7 +62,7 @@ class Clock:
         Args:
             sent: When the query was sent.
             theirs: Time that the other clock showed.
-            now: When the answer arrived. 0 for the current time.
+            now: When the answer arrived, or 0 for the current time.
         """
         now = now or time.monotonic_ns()
         trips = self._trips
@@ -147,7 +147,7 @@ class Follower:
             elif "stopped" in message:
                 self.stopped = True
             elif "ended" in message:
-                self.ended = True  # the other side still answers clock queries, and closes second
+                self.ended = True  # the other side still answers clock queries, and closes last
         if alive and not (self.ended and self.clock.known):
             return True
         self.stopped, self.frames.open = True, False
@@ -194,7 +194,7 @@ class Sender:
         return commands, alive
 
     def send(self, reader: RingReader) -> None:
-        """Send new records and labels."""
+        """Send all new records and labels."""
         first, data = reader.take()
         if not data:
             return

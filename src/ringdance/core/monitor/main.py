@@ -33,9 +33,9 @@ from ringdance.core.transport.eventcount import process_state
 from ringdance.host.system import tcp
 from ringdance.host.system.machine import networks
 
-_POLL_S = 0.05  # interval while a timeline is written; the rings hold several seconds of records
+_POLL_S = 0.05  # polling interval while a timeline is written; the rings hold several seconds of records
 _IDLE_S = 1.0
-_OTHERS_S = 2.0  # time to wait for other hosts' last records
+_OTHERS_S = 2.0  # how long to wait for the last records from other hosts
 
 
 class Monitor:
@@ -262,6 +262,6 @@ class Monitor:
 
 def main() -> None:
     """Run the monitor for the ranks whose process ids are the arguments."""
-    for number in (signal.SIGINT, signal.SIGHUP):  # from the terminal; this process exits after the ranks
+    for number in (signal.SIGINT, signal.SIGHUP):  # from the terminal; this process must outlive the ranks
         signal.signal(number, signal.SIG_IGN)
     Monitor([int(word) for word in sys.argv[1:]]).run()

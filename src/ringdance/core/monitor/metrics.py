@@ -14,7 +14,7 @@ from io import FileIO
 from ringdance.core.ring import RingReader
 from ringdance.errors import pip_install
 
-_SPARSER = 1000  # the interval is at least 1/1000 of the run time, so that long runs write few samples
+_SPARSER = 1000  # maximum ratio of run time to sampling interval, so that long runs write few samples
 
 
 class Metrics:
@@ -22,7 +22,7 @@ class Metrics:
 
     Args:
         readers: Readers of the ranks' rings.
-        path: Additional entries for ``sys.path``: directories in which packages are installed.
+        path: Additional entries for ``sys.path``: directories with installed packages.
         interval: Minimum number of seconds between two samples in the file.
         directory: Directory for ``metrics-<rank>.jsonl``. "" to write no files.
         anew: If True, overwrite the file.

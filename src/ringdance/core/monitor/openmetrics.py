@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-_SILENT_S = 10.0  # timeout for a client that sends its request or reads the response
+_SILENT_S = 10.0  # timeout for a client to send its request or read the response
 _THREADS = 64
 
 
@@ -114,7 +114,7 @@ def serve(text: str, rows: Callable[[], Sequence[Mapping[str, Any]]]) -> str:
         server.RequestHandlerClass = type("Handler", (handler,), {"timeout": _SILENT_S})
         server.verify_request = lambda *_: threading.active_count() < _THREADS  # type: ignore[method-assign]
     except OSError as error:
-        taken = ". Set RINGDANCE_METRICS_PORT to another port, or to 0 to use any free port"
+        taken = ". Set RINGDANCE_METRICS_PORT to another port, or to 0 to use any free port."
         advice = taken if error.errno == errno.EADDRINUSE else ""
         raise OSError(f"port {text}: {error.strerror}{advice}") from None
     shown = f"[{address}]" if ":" in address else address

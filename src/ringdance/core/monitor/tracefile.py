@@ -12,8 +12,8 @@ from ringdance.core.monitor.links import Clock, RemoteRing
 from ringdance.core.monitor.timeline import Timeline
 from ringdance.core.ring import RECORD, RingReader, records
 
-_SLICE = 500  # records converted at a time
-_RECORDS = 1 << 19  # maximum number per file: about 200 MB of JSON, which viewers can still open
+_SLICE = 500  # number of records to convert at a time
+_RECORDS = 1 << 19  # maximum records per file, about 200 MB of JSON, which viewers can still open
 # Converting takes longer than the ranks take to write, and they may need all cores. While they run,
 # conversion gets this many seconds, and then this share of one core. The rest is converted at the end.
 _FIRST_S, _SHARE = 0.3, 0.005

@@ -31,7 +31,7 @@ from ringdance.core.request import Description
 
 CONTINUE, NO_WAITER, HAS_UNNAMED = 1, 2, 4
 UNNAMED = 8  # maximum number of unnamed requests that a round can match
-PIGGYBACK_ENTRIES = 1 << 16  # a vector has 16 bits for the entry's number
+PIGGYBACK_ENTRIES = 1 << 16  # limited by the 16 bits that a vector has for an entry's number
 _M16 = (1 << 16) - 1
 _M32 = (1 << 32) - 1
 _DIGESTS = 32 * UNNAMED
@@ -49,7 +49,7 @@ def set_bits(bits: int) -> list[int]:
 
 
 class VectorLayout:
-    """Positions of the fields for a set of ``size`` members."""
+    """Field positions for a set of ``size`` members."""
 
     def __init__(self, size: int) -> None:
         self.everyone = (1 << size) - 1
@@ -153,7 +153,7 @@ class ResponseCache:
         if entry.description is description or entry.mismatched:
             return slot
         if entry.description == description:
-            entry.description = description  # the caller's object: ``is`` will match next time
+            entry.description = description  # keep the caller's object, so that ``is`` matches next time
             return slot
         return None
 

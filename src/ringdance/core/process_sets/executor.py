@@ -53,7 +53,7 @@ class Executor:
     """Executes the agreed requests of one process set.
 
     Attributes:
-        set_id: Number of the set. 0 for all ranks.
+        set_id: Number of the set, or 0 for all ranks.
         transport: The members' communicator.
         exchange: Moves the members' data.
         pending: The requests in flight.
@@ -182,7 +182,7 @@ class Executor:
             first, kind = batch[0], batch[0].description.kind
             results: list[Any]
             if first.work is not None and first.work.refusal is not None:
-                results = [[] for _ in batch]  # the same invalid call has raised an error on all members
+                results = [[] for _ in batch]  # the same invalid call raised an error on all members
             elif error := self._forbidden(first):
                 results = [error for _ in batch]
             elif kind in _CHANGES and self.change is not None:
@@ -197,7 +197,7 @@ class Executor:
             self._finish(batch, results)
 
     def _forbidden(self, item: AgreedRequest) -> MismatchError | None:
-        """Return an error if an agreed request cannot be executed, else None. Same result on all members."""
+        """Return an error if an agreed request cannot be executed, else None. All members agree on it."""
         d, joined, size = item.description, self.pending.joined, self.transport.size
         if joined and d.kind not in (Collective.ALLREDUCE, Collective.BARRIER, Collective.TUNE):
             who = ", ".join(str(self.transport.identities[i]) for i in set_bits(joined))

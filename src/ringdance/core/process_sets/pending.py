@@ -1,4 +1,4 @@
-"""The requests of one process set that are in flight on this rank, by response cache hit or miss.
+"""This rank's in-flight requests in one process set, divided into response cache hits and misses.
 
 Threads: submitting threads add requests, and the rounds of ``state`` take them out. Lock: callers hold the
 engine's lock.

@@ -1,4 +1,4 @@
-"""The registry of an engine's process sets. Sets are added and removed by agreement of all ranks."""
+"""The registry of an engine's process sets. Sets are added and removed when all ranks agree."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ringdance.settings import Settings
 
 FIRST_GROUP = 1 << 15  # first id of sets registered only on members; records have 16 bits for set ids
 TUNED_CHUNK_BYTES = 2 << 20  # largest chunk that tuning may choose while the job is running
-_MIN_BUFFER = 1 << 16  # a few cache lines for each of hundreds of members, however small the chunks are
+_MIN_BUFFER = 1 << 16  # even for small chunks, leave a few cache lines for each of hundreds of members
 
 
 _Post = Callable[[int, dict[str, Any]], None]
@@ -198,7 +198,7 @@ class ProcessSets:
     def check_left(self, post: _Post) -> None:
         """Send notes about groups that this rank has left, and stop groups that all members have left.
 
-        Called in steps.
+        Called during engine steps.
         """
         own = self._transport.rank
         for state in self.states():
@@ -210,9 +210,9 @@ class ProcessSets:
     def give_up(self, set_id: int, number: int, why: str, post: _Post) -> bool:
         """Leave a group, and fail a request in it and all later ones. Returns False if it is not pending.
 
-        Called in steps. A message (``number`` -1) is not a request, so no request that was submitted is given
-        up. If a member has submitted the same request and has not read the note yet, both may have agreed to
-        execute it. In that case, the engine fails (``Executor.run_unnamed``).
+        Called during engine steps. A message (``number`` -1) is not a request, so it does not make this rank
+        give up any submitted request. If a member has submitted the same request but has not read the note
+        yet, both may have agreed to execute it. In that case, the engine fails (``Executor.run_unnamed``).
         """
         known = self.registered.get(set_id) if set_id >= FIRST_GROUP else None
         state = known.state if known is not None else None
@@ -234,7 +234,7 @@ class ProcessSets:
         self.on_left(self._transport.rank, note)
 
     def on_left(self, rank: int, note: dict[str, Any]) -> None:
-        """Fail operations that can never complete after a rank has left a group. Called in steps."""
+        """Fail operations that cannot complete because a rank left a group. Called during engine steps."""
         known = self.registered.get(note["set"])
         if known is None or (state := known.state) is None:
             return

@@ -63,7 +63,7 @@ class ProcessSetState:
     """The members' agreement, as seen from one member.
 
     Args:
-        set_id: Number of the set. 0 for all ranks.
+        set_id: Number of the set, or 0 for all ranks.
         transport: The members' communicator. Closed with the set.
         exchange: Moves the members' data.
         settings: The engine's settings.
@@ -81,9 +81,9 @@ class ProcessSetState:
         stopping: True once this rank has requested a stop.
         stopped: True once all members have agreed to stop.
         no_waiter: After the stop, True if no thread of any member was still waiting.
-        leaving: True once this rank has left the group.
+        leaving: True once this rank leaves the group.
         left: Times (monotonic) at which members have left the group, by global rank.
-        why: Reason why a rank has left the group without destroying it. "" if no rank has.
+        why: Why a rank left the group without destroying it, or "" if no rank did.
     """
 
     def __init__(
@@ -194,7 +194,7 @@ class ProcessSetState:
         return None if wanted is None else max(wanted, self.pending.not_before)
 
     def steps(self) -> Steps:
-        """Run until all members have agreed to stop."""
+        """Run rounds until all members have agreed to stop."""
         pending = self.pending
         while not self.stopped:
             if not self.due():

@@ -74,7 +74,7 @@ def worker_lines(frames: list[str]) -> list[str]:
 
 
 def main_frames(text: str) -> list[str]:
-    """Return the main thread's frames from the result of ``stacks_of``, innermost first. [] if unknown.
+    """Return the main thread's frames from ``stacks_of``'s result, innermost first, or [] if unknown.
 
     A frame reads ``file:line in function``.
     """

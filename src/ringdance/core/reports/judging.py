@@ -1,4 +1,4 @@
-"""Helpers for all tools that assess a training run: thresholds, waiting times, the spread of timings.
+"""Helpers for tools that assess a training run: thresholds, waiting times and the spread of timings.
 
 Used by the summary of a job, ``ringdance report``, ``bench`` and ``plan``. Standard library only.
 """

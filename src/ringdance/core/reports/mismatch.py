@@ -71,7 +71,7 @@ def mismatch_message(
         name: Name of the requests.
         who: The members.
         submitted: For each member, the description that it submitted, and the reason why its call was refused
-            (None if it was accepted). None for a member that has joined.
+            (None if it was accepted), or None for a member that has joined.
     """
     shown_name, tensors = quoted(name), tensors_of(name)
     for identity, entry in zip(who, submitted, strict=True):

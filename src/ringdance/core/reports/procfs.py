@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from ringdance.host.system import linux
 
-_COMPUTES = 0.3  # a thread that uses more than this share of a core is computing
+_COMPUTES = 0.3  # share of a core above which a thread counts as computing
 _IN_CALL = ", probably in a call that holds the GIL"
 _LOCKED = "waits for a lock, a queue or another thread"
 _MOST_THREADS = 2
@@ -47,7 +47,7 @@ class CpuSample(NamedTuple):
 
 
 def sample_cpu(pid: int, tid: int = 0) -> CpuSample | None:
-    """Read the CPU time of a thread. Returns None if that is not possible.
+    """Read a thread's CPU time, or return None if it cannot be read.
 
     Args:
         pid: A process on this host.
@@ -58,7 +58,7 @@ def sample_cpu(pid: int, tid: int = 0) -> CpuSample | None:
 
 
 def thread_state(pid: int, tid: int = 0) -> tuple[str, str]:
-    """Return a thread's name and the letter of its state, both empty if the thread does not exist."""
+    """Return a thread's name and one-letter state code, or empty strings if the thread does not exist."""
     head, _, tail = linux.text(f"/proc/{pid}/task/{tid or pid}/stat").rpartition(")")
     return head.partition("(")[2], tail.strip()[:1]
 
@@ -194,7 +194,7 @@ def _holder(pid: int) -> str:
 
 
 def _command(pid: int) -> str:
-    """Return a process's id, and its command if known. "" if ``pid`` is a wildcard, as for waitpid()."""
+    """Return a process's id, and its command if known, or "" if ``pid`` is a wildcard as for waitpid()."""
     words = linux.text(f"/proc/{pid}/cmdline").replace("\0", " ").strip()[:100]
     return f"{pid} ({words})" if words else str(pid) if 0 < pid < 1 << 31 else ""
 

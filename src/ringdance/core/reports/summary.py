@@ -15,7 +15,7 @@ _UNKNOWN = (
     "exposed communication, slowest rank: unknown, because the script polled for results, or never waited "
     "for a result. Any other waiting in the script cannot be observed"
 )
-_FEW = 20  # minimum number of steps; with fewer, any rank may be the slowest by chance
+_FEW = 20  # minimum number of steps; in a shorter run, any rank may be the slowest by chance
 
 
 class Figures(NamedTuple):
@@ -55,7 +55,7 @@ class RunSummary:
 
     Args:
         words: Words of this rank's ring.
-        after: Minimum length, in seconds, of a run that gets a summary. 0 for no summary.
+        after: Minimum length, in seconds, of a run that gets a summary, or 0 for no summary.
         size: Number of ranks.
 
     Attributes:

@@ -36,7 +36,7 @@ Array = np.ndarray[Any, Any]
 
 
 class Pending(Protocol):
-    """A collective that has been started."""
+    """A collective that is in progress."""
 
     def test(self) -> bool:
         """Advance the collective. Returns True if it is complete on this rank. Never blocks."""
@@ -68,7 +68,7 @@ class Hierarchy:
         host_sizes: Number of members on each host. Hosts are in the order of their lowest members.
         buffer_bytes: Size of a member's buffers in a host's window: the smallest over all hosts.
         cross: Cross-host communicator of the members with this member's local index, one per host in the
-            order of ``host_sizes``. None if the local index is not below ``min(host_sizes)``.
+            order of ``host_sizes``, or None if the local index is not below ``min(host_sizes)``.
     """
 
     host_sizes: tuple[int, ...]
@@ -113,7 +113,7 @@ class Transport(abc.ABC):
         return parent.event_count, [group.index(self.identities[i].rank) for i in self.host_group]
 
     def ranks_of(self, comm: Any) -> tuple[int, ...]:
-        """Return the ranks (in this communicator, ascending) of the members of a user's communicator.
+        """Return the ranks, in this communicator and ascending, of a user communicator's members.
 
         Raises ArgumentError if ``comm`` cannot be used, or has members outside this communicator.
         """

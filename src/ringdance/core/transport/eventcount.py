@@ -53,7 +53,7 @@ class EventCount:
         self._spare: Any = None
 
     def flag_position(self, index: int) -> int:
-        """Return the position in ``words`` of the flag of the rank with local index ``index``."""
+        """Return the position, in ``words``, of the flag for the rank with local index ``index``."""
         return index * self._stride + 1
 
     def close(self) -> None:

@@ -64,7 +64,7 @@ def _init_thread(mpi: Any, level: int) -> None:
 
 
 def library_version() -> str:
-    """Return the first line of the version string of the loaded MPI library."""
+    """Return the first line of the loaded MPI library's version string."""
     from mpi4py import MPI
 
     return str(MPI.Get_library_version()).splitlines()[0].strip()

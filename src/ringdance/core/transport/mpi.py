@@ -24,7 +24,7 @@ from ringdance.host.system import linux
 _log = logging.getLogger("ringdance")
 _FAILED_S = 0.3
 _MOST_BYTES = (1 << 31) - 1  # maximum size of a message between two ranks: the limit of MPI's counts
-_FIRST_TAG = 2  # for messages between two ranks; the engine's notes have tag 1
+_FIRST_TAG = 2  # lowest tag for messages between two ranks; the engine's notes have tag 1
 
 
 class MpiTransport(Transport):
@@ -196,7 +196,7 @@ class MpiTransport(Transport):
             except self._mpi.Exception as error:
                 if self.lost(error) is None:
                     raise
-                return notes  # handle the notes that have arrived before reporting the loss
+                return notes  # let the caller handle these notes before reporting the loss
             if message is None:
                 return notes
             data = np.empty(status.Get_count(self._mpi.BYTE), np.uint8)
@@ -225,11 +225,11 @@ class MpiTransport(Transport):
 
     def close(self, agreed: bool) -> None:
         if not agreed:
-            return  # free nothing, because a posted collective cannot be canceled
+            return  # free nothing, because posted collectives cannot be canceled
         if self._cross is not None:
             self._cross.close(True)
         if self._memory is not None:
-            # Views of the window may still exist, but must not be used from here on.
+            # Views of the window may still exist, but must not be used after this point.
             if self.event_count is not None and self._own_events:
                 self.event_count.close()
             self.window = self.event_count = None
@@ -295,13 +295,13 @@ def _failed(comm: Any) -> list[int]:
     """Return the ranks in ``comm`` that MPI has reported as dead."""
     try:
         failed = comm.Get_failed()
-    except NotImplementedError:  # an MPI library without fault tolerance
+    except NotImplementedError:  # this MPI library does not support fault tolerance
         return []
     return translated(failed, comm)
 
 
 def translated(group: Any, comm: Any) -> list[int]:
-    """Return the ranks in ``comm`` of the members of an MPI group, and free the group."""
+    """Return the ranks, in ``comm``, of an MPI group's members, and free the group."""
     own = comm.Get_group()
     ranks = list(group.Translate_ranks(list(range(group.Get_size())), own))
     group.Free()

@@ -34,7 +34,7 @@ def _round_up(number: int, unit: int) -> int:
 
 
 def window_size(members: int, vector_bytes: int, buffer_bytes: int) -> int:
-    """Return the size in bytes of a window for this number of members."""
+    """Return the size, in bytes, of a window with this number of members."""
     control = _round_up(members * (_LINE + 2 * (_round_up(vector_bytes, _LINE) + PIGGYBACK_BYTES)), _PAGE)
     return control + members * 2 * _round_up(buffer_bytes, _PAGE)
 
@@ -78,7 +78,7 @@ class Window:
         self._own = index * (_LINE // 8)
         self._peers = [i * (_LINE // 8) for i in range(members) if i != index]
         self.count = 0
-        self._seen = 0  # number of leading _peers that are known to have signaled
+        self._seen = 0  # number of leading _peers known to have signaled
         room = _round_up(vector_bytes, _LINE) + PIGGYBACK_BYTES
         starts = [[members * _LINE + (2 * m + parity) * room for m in range(members)] for parity in (0, 1)]
         self.vectors = [[raw[at : at + room] for at in row] for row in starts]

@@ -38,7 +38,7 @@ def world_transport(
 
     Args:
         comm: None for all processes, a list of ranks in MPI.COMM_WORLD, or an mpi4py communicator.
-        window_bytes: Size of each rank's buffers in a host's window. 0 for no window.
+        window_bytes: Size of each rank's buffers in a host's window, or 0 for no window.
         vector_bytes: Length of the longest agreement vector.
         common: Values by name. Each must be equal on all ranks.
         least_bytes: Size to use on all ranks instead of ``window_bytes`` if a host lacks room for the latter.
@@ -90,11 +90,11 @@ def wait_for_restart(comm: Any, peers: Sequence[Identity], timeout: float, limit
                 checked = now
                 gone = [who for who in peers if who.host == here and process_state(who.pid) == "gone"]
                 if gone:
-                    raise RankLostError(f"The job cannot restart, because {gone[0]} has exited.")
+                    raise RankLostError(f"The job cannot restart because {gone[0]} has exited.")
             if now > began + limit:
                 raise RankLostError(
-                    f"The job cannot restart, because not all {len(peers)} ranks were ready within "
-                    f"{limit:g} s (setting elastic_timeout). {missing_rank_report(ranks, limit)}"
+                    f"The job cannot restart because some of its {len(peers)} ranks were not ready within "
+                    f"{limit:g} s (elastic_timeout). {missing_rank_report(ranks, limit)}"
                 )
             time.sleep(backoff)
             backoff = min(2 * backoff, 0.02)

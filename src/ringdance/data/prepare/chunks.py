@@ -29,7 +29,7 @@ _COMPRESSED: dict[str, Callable[[Any], Any]] = {
 }  # fmt: skip
 PARQUET = ".parquet"
 _PARQUET_ROW = 256  # approximate size of a row as text, in bytes
-_HEAD = 1 << 16  # bytes to inspect at the start of a file; must include the first line
+_HEAD = 1 << 16  # number of bytes to inspect at the start of a file; they must include the first line
 _SHARE = 100  # more than one broken row in 100 suggests that the format was not recognized
 
 
@@ -205,6 +205,6 @@ def parse(
         if len(broken) > max(allowed, total // _SHARE):
             raise ArgumentError(
                 f"{file.path}: more than {len(broken) - 1} of {total} rows are broken. Last error: {result}. "
-                f"If the file's format is indeed {file.format}, increase --max-broken."
+                f"If the file's format really is {file.format}, increase --max-broken."
             )
     return Rows.joined(good, fields), np.concatenate(numbers), broken

@@ -13,7 +13,7 @@ from ringdance.data.files import needed
 
 QUALITY = 95
 """JPEG quality of images that are encoded again."""
-_EXIF_WITHIN = 4096  # bytes to search; EXIF is in the first or second segment of a JPEG
+_EXIF_WITHIN = 4096  # bytes to search for EXIF, which is in the first or second segment of a JPEG
 
 
 class BrokenImage(Exception):
@@ -99,7 +99,7 @@ def _converted(data: bytes, resize: int, problem: str) -> Cleaned:
     pil = needed("PIL.Image")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # warnings about metadata
+            warnings.simplefilter("ignore")  # ignore warnings about metadata
             with pil.open(io.BytesIO(data)) as image:
                 note = problem if image.format == "JPEG" else f"{image.format} instead of JPEG"
                 needed("PIL.ImageOps").exif_transpose(image, in_place=True)

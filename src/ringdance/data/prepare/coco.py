@@ -25,13 +25,13 @@ Problems = list[tuple[str, str, str]]
 
 
 def prepare(given: argparse.Namespace) -> int:
-    """Write annotation files without the broken entries, and link to the directories of images.
+    """Write annotation files without the broken entries, and symlink the image directories.
 
     Args:
-        given: Options of the command. ``source`` and ``destination`` are absolute paths.
+        given: Command-line options. ``source`` and ``destination`` are absolute paths.
 
     Returns:
-        The number of images, annotations and categories that were left out.
+        The total number of images, annotations and categories that were left out.
 
     Raises:
         ArgumentError: A file is missing or not JSON, or too many entries are broken.
@@ -70,7 +70,7 @@ def _split(source: Path, destination: Path, split: str, max_broken: int | None) 
         raise ArgumentError(
             f"{link} is not a link and may contain other images. Remove it or choose another DST."
         )
-    for path in (destination / name, link):  # from an earlier run
+    for path in (destination / name, link):  # remove the results of an earlier run
         path.unlink(missing_ok=True)
     link.symlink_to((source / split).resolve(), target_is_directory=True)
     write_whole(destination / name, json.dumps(table).encode())  # last, so that training also finds the link
@@ -233,7 +233,7 @@ def run_lengths(text: str) -> list[int]:
     return lengths
 
 
-_LARGEST = 1e15  # limit for coordinates and areas, which also rejects NaN
+_LARGEST = 1e15  # maximum coordinate or area; comparing with it also rejects NaN
 
 
 def _numbers(values: Any, count: int) -> bool:

@@ -35,7 +35,7 @@ _FILE_SIZE = 256 << 20
 _CHUNK, _LARGE = 64 << 20, 256 << 30
 """Chunks have _CHUNK bytes, plus _CHUNK for every _LARGE bytes of source, to limit the number of runs."""
 _TRIED, _BEGINNING = 16, 1 << 22
-"""Number of files, and of bytes at the start of each, used to estimate the size of the result."""
+"""Number of files to sample, and of bytes to read at the start of each, to estimate the result's size."""
 
 
 def find(paths: Sequence[Path], validation: Path | None) -> list[SourceFile]:
@@ -90,7 +90,7 @@ def _files(path: Path, split: str) -> list[tuple[Path, int | None]]:
         candidates = [entry for entry in candidates if entry not in empty]
     if not candidates:
         raise ArgumentError(
-            f"{path} contains no click logs (day_0, .txt, .tsv, .csv, .parquet, .libsvm, .tfrecord)"
+            f"{path} contains no click logs (day_0, .txt, .tsv, .csv, .parquet, .libsvm, .tfrecord)."
         )
     candidates.sort(key=lambda path: [int(w) if w.isdecimal() else w for w in re.split(r"(\d+)", path.name)])
     return [(entry, None) for entry in candidates]
@@ -100,7 +100,7 @@ def prepare(given: argparse.Namespace) -> int:
     """Write a data set, or resume an earlier run. Returns the number of broken rows left out.
 
     Args:
-        given: Options of the command. All paths are absolute.
+        given: Command-line options. All paths are absolute.
 
     Raises:
         ArgumentError: The data set cannot be prepared. The message says what to do.
@@ -142,7 +142,7 @@ def prepare(given: argparse.Namespace) -> int:
 
 
 def _plan(files: Sequence[SourceFile], given: argparse.Namespace) -> ShufflePlan:
-    """Plan the output files. Estimates the number of rows from the beginnings of the source files."""
+    """Plan the output files. Estimates the row count from the beginnings of the source files."""
     share = 0.0 if isinstance(given.validation, Path) else given.validation
     each = _rows_in_a_byte(files, given.table_size)
     own, other = (each * sum(file.size for file in files if file.group == group) for group in (1, 0))
@@ -194,7 +194,7 @@ def _begin_or_resume(destination: Path, plan: ShufflePlan, overwrite: bool) -> N
     if (directory / "criteo.json").exists():  # otherwise, these are records of prepared images
         own |= {path.name.removesuffix(".json") for path in directory.glob("*-of-*.json")}
     for path in indexes:
-        with suppress(ArgumentError):  # a damaged index
+        with suppress(ArgumentError):  # ignore a damaged index
             own |= {file.name for file in Table.open(destination, path.stem).files}
     present = {path.name for split in SPLITS for path in destination.glob(f"{split}-*-of-*.*")}
     if others := sorted(present - own):
@@ -215,7 +215,7 @@ def _differences(plan: ShufflePlan, former: ShufflePlan | None) -> str:
 
 
 def _runs(destination: Path, plan: ShufflePlan) -> tuple[list[str], int]:
-    """Write the list of broken rows. Returns the names of pass 1's runs, and the broken row count."""
+    """Write the list of broken rows. Returns the names of pass 1's runs, and the number of broken rows."""
     names, problems, total = list[str](), list[tuple[str, ...]](), 0
     for number, units in groupby(plan.units(), lambda unit: unit[0]):
         file = plan.files[number]

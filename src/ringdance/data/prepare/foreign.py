@@ -85,7 +85,7 @@ def index(given: argparse.Namespace) -> int:
     """Index the TFRecords or tars in a directory. Returns how many samples were left out.
 
     Args:
-        given: Options of the command.
+        given: Command-line options.
 
     Raises:
         ArgumentError: No samples are found, a file is damaged, or a split has both TFRecords and tars.

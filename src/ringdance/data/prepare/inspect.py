@@ -68,7 +68,7 @@ def _splits(directory: Path) -> Iterator[Dataset | Table | ArgumentError]:
 
 
 def _problems(data: Dataset | Table, decode: bool, number: int) -> list[str]:
-    """Return the problems of one file. If ``decode``, also checks its images or rows."""
+    """Return the problems found in one file. If ``decode`` is true, also check its images or rows."""
     file = data.files[number]
     path, problems = data.path / file.name, []
     try:

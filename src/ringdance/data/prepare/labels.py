@@ -23,8 +23,8 @@ def validation_labels(
     Args:
         source: Directory in which to look for a label file. If it is part of Kaggle's layout, its parents are
             searched, too.
-        place: Directory or tar of the images, for error messages.
-        images: File names, sorted.
+        place: Directory or tar that contains the images, for error messages.
+        images: Sorted file names.
         classes: All class directories, or empty if unknown. Required for a file with class numbers.
         given: The label file to use, or None to look for one.
 

@@ -48,7 +48,7 @@ class SplitPlan:
         images: Number of images.
         size: Total size of the images in bytes.
         root, classes, tars, changed: Same as in ``Source``.
-        first: Number of each file's first image, followed by the total number of images.
+        first: Index of each file's first image, followed by the total number of images.
         names_at: Offset of each file's names in ``train.names``, followed by the size of ``train.names``.
     """
 
@@ -125,7 +125,7 @@ def remove_state(destination: Path, keep: str = "", prefixes: tuple[str, ...] = 
 
 
 def read_plan(path: Path, made: Callable[[Any], T]) -> T | None:
-    """Convert a file's JSON to a plan with ``made``. Returns None if the file does not exist.
+    """Parse a JSON file and convert it to a plan with ``made``. Returns None if the file does not exist.
 
     Raises:
         ArgumentError: The file is damaged.
@@ -174,12 +174,12 @@ def record_of(destination: Path, name: str) -> dict[str, Any]:
 
 
 def unchanged(directory: Path, checksums: Mapping[str, int]) -> bool:
-    """Return True if all files match their CRC-32Cs. ``checksums`` is keyed by file name."""
+    """Return True if all files match their CRC-32C checksums. ``checksums`` is keyed by file name."""
     return all(file_crc32c(directory / name) == crc for name, crc in checksums.items())
 
 
 def listed(path: Path, mark: bytes) -> int:
-    """Count the occurrences of ``mark`` in a list of problems. Returns 0 if the list does not exist."""
+    """Count the occurrences of ``mark`` in a problem list. Returns 0 if the file does not exist."""
     return path.read_bytes().count(mark) if path.exists() else 0
 
 
@@ -216,7 +216,7 @@ def check_broken(what: str, count: int, total: int, most: int | None, path: Path
         count: Number of broken items.
         total: Number of all items.
         most: Maximum number to leave out. If None, 1% of ``total``.
-        path: Path of the list of problems.
+        path: Path of the problem list.
 
     Raises:
         ArgumentError: More than ``most`` items are broken.

@@ -34,7 +34,7 @@ def prepare(given: argparse.Namespace) -> int:
     """Write a data set, or resume an earlier run. Returns the number of images left out.
 
     Args:
-        given: Options of the command. ``source`` and ``destination`` are absolute paths.
+        given: Command-line options. ``source`` and ``destination`` are absolute paths.
 
     Raises:
         ArgumentError: The data set cannot be prepared. The message says what to do.
@@ -81,7 +81,7 @@ def check_sizes(directory: Path, files: Iterable[ShardFile | TableFile]) -> None
 
 
 def _shards(source: Source, wanted: int) -> int:
-    """Return the number of files for a split. If ``wanted`` is 0, chooses the number by size."""
+    """Return the number of files for a split. If ``wanted`` is 0, the number depends on the split's size."""
     images = len(source.places)
     if wanted:
         return min(-(-wanted // 8), images) if source.split == "validation" else wanted

@@ -24,7 +24,7 @@ from ringdance.data.tables import criteo
 from ringdance.data.tables.rows import Array, Rows, dtype
 from ringdance.data.tables.writing import TableWriter
 
-_WRITTEN = 1 << 14  # number of rows to encode in one call
+_WRITTEN = 1 << 14  # number of rows to encode per call
 _SEED = 1
 _HALF = np.uint64(32)  # the upper 32 bits of a key choose the split, the lower 32 bits the file
 
@@ -39,7 +39,7 @@ class ShufflePlan:
         held: Number of output files for validation.
         format: "rows" or "tfrecord".
         table_size: Upper bound of the ids, exclusive.
-        validation: Share of the rows of group 0 that is held out for validation.
+        validation: Fraction of group 0's rows that is held out for validation.
         max_broken: Maximum number of broken rows to leave out. If None, 1% of all rows.
         chunk: Number of bytes to parse at a time.
     """
@@ -68,7 +68,7 @@ class ShufflePlan:
                 yield number, unit, Path(f"unit.{number}.{unit}.json")
 
     def file_of(self, keys: Array, group: int) -> Array:
-        """Return the output file's number for each key. All keys belong to rows of the group."""
+        """Return the output file's number for each key. All keys must belong to rows in ``group``."""
         share, low = 1.0 if group else self.validation, keys & np.uint64((1 << 32) - 1)
         counts = np.array([len(self.names) - self.held, self.held], np.uint64)
         chosen = ((keys >> _HALF) < share * 2.0**32).astype(np.int64)
@@ -76,7 +76,7 @@ class ShufflePlan:
 
 
 def is_scattered(destination: Path, note: Path) -> bool:
-    """Return True if a unit of pass 1 is done, and its runs are unchanged."""
+    """Return True if a unit of pass 1 is complete and its runs are unchanged."""
     directory = state(destination)
     try:
         runs = json.loads((directory / note).read_text())

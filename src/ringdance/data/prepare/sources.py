@@ -43,12 +43,12 @@ class Source:
 
     Attributes:
         split: "train" or "validation".
-        root: Directory to which the names of images outside of tars are relative.
+        root: Base directory for the names of images outside of tars.
         classes: Names of the class directories, sorted.
         tars: Paths of the tars that contain images.
         names: Names of the images, relative to ``root`` or as in the tar, in UTF-8 with a newline after each.
         ends: Shape (images,), int64. End offset of each name in ``names``, including the newline.
-        changed: Hash of the modification times of the files with the images.
+        changed: Hash of the modification times of all files that contain images.
         places: Locations of the images, in the order of ``names``. dtype ``PLACE``.
         left_out: Paths of files that are not images, by suffix.
     """
@@ -86,7 +86,8 @@ def find(source: Path, splits: Sequence[str] = (), labels: Path | None = None) -
     """Find the images in a directory, in any layout that ``ringdance data prepare imagenet --help`` lists.
 
     Args:
-        source: Directory with class directories, ``train`` and ``val``, Kaggle's files, or the official tars.
+        source: Directory that contains one of: class directories; ``train`` and ``val`` directories; Kaggle's
+            files; the official tar files.
         splits: Splits to find. Defaults to all that exist. If ``source`` has no splits but only class
             directories, they become the first of these splits, or "train".
         labels: File with the labels of validation images that are not in class directories.
@@ -139,7 +140,7 @@ def _place(source: Path, split: str) -> Path | None:
 
 
 def _beside(places: Collection[Path]) -> list[Path]:
-    """Return the entries next to the splits' directories or tars, except hidden files."""
+    """Return the siblings of the splits' directories or tars, except hidden files."""
     neighbors = {path for place in places for path in place.parent.glob("[!.]*")}
     return sorted(neighbors - {*places})
 
@@ -196,7 +197,7 @@ def _source(split: str, place: Path, source: Path, known: Sequence[str], labels:
         raise ArgumentError(f"{place} contains no images.")
     classes = list(known) or sorted(numbers_by_class)
     if strange := sorted(numbers_by_class.keys() - set(classes)):
-        raise ArgumentError(f"{place} has classes that train does not have: {', '.join(strange[:5])}")
+        raise ArgumentError(f"{place} has classes that train does not have: {', '.join(strange[:5])}.")
     if split == "train" and (empty := sorted(set(classes) - numbers_by_class.keys())):
         for name in empty if place.is_dir() else ():
             if other := next((path for path in (place / name).glob("[!.]*") if path.is_file()), None):
@@ -299,7 +300,7 @@ def _is_member(member: tarfile.TarInfo, left_out: LeftOut) -> bool:
 
 
 def _in_tar(path: Path, left_out: LeftOut) -> Iterator[Found]:
-    """Yield the images of an official tar by class, from its inner tars. Other images have no class."""
+    """Yield the images in an official tar by class, from its inner tars. Other images have no class."""
 
     def class_of(member: tarfile.TarInfo) -> str:
         return Path(member.name).stem if member.name.endswith(".tar") else ""

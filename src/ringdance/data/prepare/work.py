@@ -30,7 +30,7 @@ def run_tasks(
         progress: Shows how much of the work is finished.
 
     Raises:
-        ArgumentError: A task raised it, or a process was killed. The other processes have been stopped.
+        ArgumentError: A task raised it, or a process was killed. The other processes are stopped first.
     """
     try:
         with progress:
@@ -64,7 +64,7 @@ def _run_in_pool(
 
 
 def _begin() -> None:
-    """Make a worker process exit when its parent does, and without a traceback on Ctrl-C."""
+    """Make a worker process exit when its parent does, and exit without a traceback on Ctrl-C."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     parent = multiprocessing.parent_process()
     assert parent is not None

@@ -20,7 +20,7 @@ _TYPES = [
 ]
 
 Texts = tuple[Array, Array]
-"""The strings of a column: their offsets and the end of the last one, shape (n + 1,), and their bytes."""
+"""A column's strings: their offsets, followed by the end of the last one, shape (n + 1,), and their bytes."""
 
 
 def parse(data: Array, starts: Array, fields: int, table_size: int) -> Rows:
@@ -38,7 +38,7 @@ def parse(data: Array, starts: Array, fields: int, table_size: int) -> Rows:
 
 
 def texts(column: Any) -> Texts:
-    """Return the strings of an Arrow array of type binary, without copying them."""
+    """Return the strings in a binary Arrow array, without copying them."""
     _, begins, data = column.buffers()
     offsets = np.frombuffer(begins, np.int32)[column.offset : column.offset + len(column) + 1]
     return offsets, np.frombuffer(data or b"", np.uint8)
@@ -65,7 +65,7 @@ def transform(numbers: Array, texts: Sequence[Texts], out: Rows, table_size: int
     out.values[:, :NUMERIC] = np.log1p(np.fmax(numbers, 0))  # fmax turns NaN into 0
     out.values[:, NUMERIC:] = 1
     hashes, rows = hash_texts(texts), np.uint64(table_size - NUMERIC)
-    hashes -= hashes // rows * rows  # hashes % rows, but much faster
+    hashes -= hashes // rows * rows  # the same as hashes % rows, but much faster
     out.ids[:, NUMERIC:] = hashes.reshape(CATEGORICAL, -1).T
     out.ids[:, NUMERIC:] += NUMERIC
 
@@ -73,14 +73,14 @@ def transform(numbers: Array, texts: Sequence[Texts], out: Rows, table_size: int
 def hash_texts(texts: Sequence[Texts]) -> Array:
     """Hash the strings of several columns, with a different hash function for each column.
 
-    SplitMix64's finalizer is applied to the column and the length first, then to eight bytes at a time. The
-    result is the same on any machine.
+    SplitMix64's finalizer is applied to the column index and the string length, then to the string eight
+    bytes at a time. The result is the same on any machine.
 
     Args:
-        texts: Strings of each column. All columns have the same length.
+        texts: Each column's strings. All columns have the same length.
 
     Returns:
-        Shape (columns * n,), uint64, column after column.
+        uint64 array of shape (columns * n,), with the columns concatenated.
     """
     data = [data[begins[0] : begins[-1]] for begins, data in texts]
     joined = np.concatenate([*data, np.zeros(8, np.uint8)])
@@ -98,7 +98,7 @@ def hash_texts(texts: Sequence[Texts]) -> Array:
     return state
 
 
-_MASKS = np.array([(1 << 8 * count) - 1 for count in range(9)], np.uint64)  # select the first bytes of a word
+_MASKS = np.array([(1 << 8 * count) - 1 for count in range(9)], np.uint64)  # mask n keeps n bytes of a word
 
 
 def mixed(value: Array) -> Array:

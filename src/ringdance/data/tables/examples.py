@@ -18,7 +18,7 @@ from ringdance.data.tables.rows import BLOCK, PADDING, Array, RowError, Rows
 from ringdance.data.tfrecord import FLOAT_LIST, INT64_LIST
 
 _NAMES = {b"label": 0, b"ids": 1, b"feat_ids": 1, b"values": 2, b"feat_vals": 2}
-_HEAD, _TAIL = 12, 4  # sizes of a record's parts before and after its data, in bytes
+_HEAD, _TAIL = 12, 4  # number of bytes before and after a record's data
 _EXPECTED = "expected a tf.train.Example with label (one number), ids (integers) and values (floats)"
 _length = tfrecord.LENGTH.unpack_from
 
@@ -26,7 +26,7 @@ _length = tfrecord.LENGTH.unpack_from
 def bounds(data: Array) -> Array:
     """Return the offset of each record, followed by the end of the last one."""
     offsets, at, size = [0], 0, len(data)
-    view = data.tobytes() if size < 1 << 24 else memoryview(data)  # bytes are faster, but a copy
+    view = data.tobytes() if size < 1 << 24 else memoryview(data)  # bytes are faster, but need a copy
     while at + _HEAD <= size:
         at += _length(view, at)[0] + _HEAD + _TAIL
         offsets.append(at)
@@ -36,7 +36,7 @@ def bounds(data: Array) -> Array:
 
 
 def scan(data: Array) -> tuple[int, Array]:
-    """Return the number of records, and the offset of every 256th record followed by the end."""
+    """Return the record count, and the offset of every 256th record, followed by the end."""
     if not tfrecord.is_head(bytes(data[:_HEAD])):
         raise RowError("it is not a TFRecord file, because it does not begin with a record")
     starts = bounds(data)
@@ -112,7 +112,7 @@ def _message(data: Array, at: Array, number: int | None) -> tuple[Array, Array]:
     if number is not None and (data[at] != (number << 3 | 2)).any():
         raise RowError(_EXPECTED)
     size, at = _varint(data, at + 1)
-    size[(size < 0) | (size > len(data))] = len(data)  # damaged; fails the check of the end
+    size[(size < 0) | (size > len(data))] = len(data)  # damaged; the check of the end will fail
     return at, np.minimum(at + size, len(data))
 
 
@@ -129,7 +129,7 @@ def _varint(data: Array, at: Array) -> tuple[Array, Array]:
 
 
 def _floats(data: Array, feature: Feature, count: int) -> Array:
-    """Return the floats of a feature, shape (n, count), float32."""
+    """Return a feature's floats as a float32 array of shape (n, count)."""
     kind, begin, end = feature
     if (kind != FLOAT_LIST).any() or (end - begin != 4 * count).any():
         raise RowError(f"{_EXPECTED}, where ids and values have {count} elements each")
@@ -137,7 +137,7 @@ def _floats(data: Array, feature: Feature, count: int) -> Array:
 
 
 def _integers(data: Array, feature: Feature, count: int) -> Array:
-    """Decode the integers of a feature, shape (n, count), int64."""
+    """Decode a feature's integers to an int64 array of shape (n, count)."""
     kind, at, end = feature
     integers = np.empty((count, len(at)), np.int64)
     for number in range(count):
@@ -165,7 +165,7 @@ def encode(rows: Rows) -> bytes:
 
 
 def _varints(ids: Array) -> tuple[Array, Array]:
-    """Encode integers of shape (n, fields). Returns the bytes, and the end of each row in them."""
+    """Encode integers of shape (n, fields). Returns the bytes, and each row's end offset in them."""
     flat = ids.reshape(-1)
     size = np.ones(len(flat), np.int64)
     for shift in range(7, 63, 7):

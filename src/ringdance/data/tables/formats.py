@@ -85,7 +85,7 @@ def scan(path: Path, name: str) -> tuple[int, int, Array]:
     if not path.stat().st_size:
         raise RowError("it is empty")
     if name == "rows":
-        array = np.lib.format.open_memmap(path, mode="r")  # np.load would accept .npz files, too
+        array = np.lib.format.open_memmap(path, mode="r")  # unlike np.load, rejects .npz files
         fields = array["ids"].shape[1] if array.dtype.names else 0
         if array.ndim != 1 or array.dtype != dtype(fields):
             raise RowError(f"its dtype is {array.dtype} instead of {dtype(39)}, with any number of fields")
@@ -99,7 +99,7 @@ def scan(path: Path, name: str) -> tuple[int, int, Array]:
 
 
 def _line_blocks(data: Array, begin: int) -> tuple[int, Array]:
-    """Return the number of lines, and the offset of every 256th line followed by the end."""
+    """Return the line count, and the offset of every 256th line, followed by the end."""
     rows, offsets = 0, [np.array([begin])]
     for at in range(begin, len(data), _CHUNK):
         ends = np.flatnonzero(data[at : at + _CHUNK] == lines.NEWLINE) + (at + 1)

@@ -70,7 +70,7 @@ def columns(data: Array, delimiter: str, types: Sequence[tuple[str, str]], null:
         text = re.sub(_NOISE, "", str(error))
         text = re.sub(r"column #(\d+)", lambda match: f"column {types[int(match[1])][0]}", text)
         raise RowError(text[:200]) from None
-    return [column.chunk(0) for column in table.columns]  # one chunk, because all data is in one block
+    return [column.chunk(0) for column in table.columns]  # only one chunk, as all data is in one block
 
 
 _NOISE = r"^CSV parse error: |CSV conversion error to \w+: |Row #\d+: |^In CSV |\n.*"

@@ -16,7 +16,7 @@ from ringdance.data.tables.rows import BLOCK, Array
 from ringdance.data.tables.table import Table
 from ringdance.errors import ArgumentError
 
-# Number of rows to parse per call, in whole batches, because parsing a few rows takes as long as hundreds.
+# Number of rows to parse per call, rounded to whole batches. Parsing a few rows takes as long as hundreds.
 _READ = 4096
 
 Part = tuple[Indices, float, int, int]
@@ -93,7 +93,7 @@ class TableLoader(Batches):
         return epoch.pool.submit(self._read, part, epoch.stop).result
 
     def _read(self, parts: list[Part], stopped: threading.Event) -> list[TableBatch]:
-        """Read the rows of a group of batches together."""
+        """Read the rows for a group of batches together."""
         if stopped.is_set():
             return []
         try:

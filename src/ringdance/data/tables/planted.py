@@ -30,7 +30,7 @@ _MISSING_CATEGORIES = {2: 0.03, 3: 0.03, 5: 0.12, 11: 0.03, 15: 0.03, 18: 0.44, 
                        23: 0.03, 24: 0.44, 25: 0.44}  # fmt: skip
 _MEDIANS = (1, 3, 6, 4, 2700, 33, 3, 7, 38, 1, 1, 1, 4)  # medians of the numeric columns
 _POWER = 1.15  # the share of the k-th most frequent category is proportional to about k ** -_POWER
-_KNOWN = 1024  # number of most frequent categories per column that have weights
+_KNOWN = 1024  # only this many of the most frequent categories per column have weights
 _PAIRED = 120  # only columns with at most this many categories have factors, so that all pairs are frequent
 _FACTORS = 4
 _POSITIVE = 0.25
@@ -73,8 +73,8 @@ def planted(rows: int, seed: int = 0, day: int = 0, start: int = 0) -> Iterator[
 
     Args:
         rows: Number of rows. A smaller number yields a prefix of the same rows.
-        seed: Random seed of the hidden weights and of the rows.
-        day: Day number, from 0. Each day has different rows, drawn with the same weights.
+        seed: Random seed for the hidden weights and the rows.
+        day: Day number, from 0. Each day has different rows, generated with the same weights.
         start: Number of the first row.
     """
     check_positive(rows=rows)
@@ -86,7 +86,7 @@ def planted(rows: int, seed: int = 0, day: int = 0, start: int = 0) -> Iterator[
 
 @lru_cache(maxsize=1)
 class _Hidden:
-    """The hidden weights (column 0 of each array) and factors (other columns) of the fields."""
+    """The fields' hidden weights (column 0 of each array) and factors (other columns)."""
 
     def __init__(self, seed: int) -> None:
         random = np.random.RandomState([seed, 1 << 20])
@@ -99,7 +99,7 @@ class _Hidden:
             # Center the factors. Otherwise, a linear model could learn part of the interactions.
             table[:, 1:] -= share @ table[:-1, 1:] / share.sum()
             table[:, 1:] *= count <= _PAIRED
-            table[-1] = 0  # rare categories
+            table[-1] = 0  # used for all rare categories
             self.categories.append(table)
         logits = self.columns(random)[3]
         low, high = -30.0, 30.0
@@ -111,7 +111,7 @@ class _Hidden:
                 high = self.bias
 
     def draw(self, random: np.random.RandomState) -> PlantedRows:
-        """Draw the rows of a block."""
+        """Draw one block of rows."""
         numbers, words, present, logits = self.columns(random)
         probabilities = _sigmoid(logits + self.bias)
         labels = (random.random_sample(BLOCK) < probabilities).astype(np.int8)

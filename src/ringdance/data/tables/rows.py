@@ -66,7 +66,7 @@ class Rows(NamedTuple):
         """Raise RowError if an id, label or value is invalid."""
         if not len(self.labels):
             return
-        if self.ids.view(np.uint64).max(initial=0) >= table_size:  # as uint64, negative ids are large
+        if self.ids.view(np.uint64).max(initial=0) >= table_size:  # as uint64, negative ids are huge
             wrong = self.ids[(self.ids < 0) | (self.ids >= table_size)][0]
             raise RowError(f"id {wrong} (numbered from 0) is out of range: expected 0 to {table_size - 1}")
         right = (self.labels >= 0) & (self.labels <= 1)

@@ -127,12 +127,12 @@ class Table(Files):
 
     @cached_property
     def _first(self) -> Array:
-        """Number of each file's first row, followed by the total number of rows."""
+        """Row number at which each file starts, followed by the total number of rows."""
         return np.cumsum([0, *(file.rows for file in self.files)])
 
     @cached_property
     def _begin(self) -> Array:
-        """Where each file's offsets begin in ``offsets``."""
+        """Index in ``offsets`` at which each file's offsets begin."""
         return np.cumsum([0, *map(_offsets, self.files)])
 
     def read(self, numbers: Indices) -> Rows:
@@ -153,7 +153,7 @@ class Table(Files):
         return Rows.joined(parts, self.fields)
 
     def only_label(self) -> float | None:
-        """Return the label that all rows share, or None. Stops reading when a label differs."""
+        """Return the label that all rows share, or None. Reading stops as soon as a label differs."""
         first = None
         for start in range(0, len(self), _LABELS):
             labels = self.read(np.arange(start, min(start + _LABELS, len(self)))).labels
@@ -230,5 +230,5 @@ class Table(Files):
 
 
 def _offsets(file: TableFile) -> int:
-    """Return the number of a file's offsets in the index. See Note [The index of a table]."""
+    """Return how many offsets the index holds for a file. See Note [The index of a table]."""
     return -(-file.rows // BLOCK) + 1

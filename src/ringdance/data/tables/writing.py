@@ -26,7 +26,7 @@ class Written:
 
     Attributes:
         file: The file's entry for the index.
-        offsets: Offsets of its blocks of rows. See Note [The index of a table].
+        offsets: Offsets of the file's blocks of rows. See Note [The index of a table].
     """
 
     file: TableFile

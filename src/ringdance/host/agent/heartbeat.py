@@ -33,7 +33,7 @@ class Heartbeats:
                 # Locking fails while the launcher is sending. Writing fails if the pipe is full or closed.
                 with contextlib.suppress(OSError):
                     fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, byte)
-                    os.write(connection, _PING)  # so short that it is written either completely or not at all
+                    os.write(connection, _PING)  # short enough to be written either completely or not at all
                 fcntl.lockf(self._lock, fcntl.LOCK_UN, 1, byte)
         return max(0.0, self._next - now) if self._connections else None
 

@@ -46,12 +46,12 @@ from .heartbeat import Heartbeats
 from .programs import Programs
 from .wrappers import Wrappers
 
-_FULL = 4 << 20  # if the launcher is this many bytes behind, the ranks' output is left in the pipes
+_FULL = 4 << 20  # number of unsent bytes above which the ranks' output is left in the pipes
 _FULL_LOCAL = 1 << 18
 _DRAIN_S = 3.0
 _ANSWER_S = 0.5
-_SLEPT_S = 2.0  # the loop runs every half second or so; a longer gap means this process was stopped
-_RESULT_BYTES = 1 << 20  # chunk size for sending result files
+_SLEPT_S = 2.0  # a longer gap between turns of the event loop means this process was stopped
+_RESULT_BYTES = 1 << 20  # chunk size, in bytes, for sending result files
 _SET = "Before you start the job, set TMPDIR to a directory that is writable on all hosts"
 _RESULT = re.compile(r"result\.\d+\.pkl")
 _SHELL_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")  # a shell drops variables with other names
@@ -75,9 +75,9 @@ class _Agent:
         self._directory = ""
         self._cleanup: Cleanup | None = None
         self._tasks: Any = None
-        self._port = 0  # free port for MASTER_PORT, or 0 if there is none
+        self._port = 0  # a free port for MASTER_PORT, or 0 if none is free
         self._heard = self._answered = self._turned = time.monotonic()
-        self._timeout: float | None = None  # seconds for which the launcher may be silent
+        self._timeout: float | None = None  # how long the launcher may be silent, in seconds
         self._full = self._over = False
         self._wake = linux.wake_on_signals()
 
@@ -109,7 +109,7 @@ class _Agent:
 
     def _launcher_is_silent(self) -> bool:
         limit, now = self._timeout, time.monotonic()
-        if now - self._turned > _SLEPT_S:  # this process was stopped, so pings may be unread
+        if now - self._turned > _SLEPT_S:  # this process was stopped and may not have read pings
             self._heard = now
         self._turned = now
         return limit is not None and now - self._heard > limit
@@ -247,7 +247,7 @@ class _Agent:
         return [(name, open(os.path.join(self._directory, name), "rb")) for name in kept]
 
     def _drain(self, most: int) -> bool:
-        """Wait until at most ``most`` bytes are unsent. Returns False if the launcher has stopped reading."""
+        """Wait until at most ``most`` bytes are unsent. Returns False if the launcher stops reading."""
         until = time.monotonic() + _DRAIN_S
         while self._launcher.open and (unsent := self._launcher.unsent) > most:
             readable, _, _ = select.select([0], [1], [], self._heartbeats.send() or 0.1)

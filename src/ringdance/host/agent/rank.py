@@ -46,8 +46,8 @@ _VARIABLES = (
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _FORWARDED = (*_ENDING, signal.SIGUSR1, signal.SIGUSR2)
 _BEFORE_OTHERS_S = 1.5
-_SAME_S = 2.0  # maximum time between a signal to all processes and the launcher's own signal
-_FULL = 1 << 20  # if fewer bytes are free, /dev/shm counts as full
+_SAME_S = 2.0  # maximum seconds between a signal to all processes and the launcher's own signal
+_FULL = 1 << 20  # number of free bytes below which /dev/shm counts as full
 DIRECTORY = "RINGDANCE_JOB_DIRECTORY"
 """Environment variable of the rank: the job's directory on its host."""
 
@@ -68,7 +68,7 @@ def rank_and_size(environ: Mapping[str, str]) -> tuple[int, int]:
         if rank in environ and size in environ:
             return int(environ[rank]), int(environ[size])
     raise LookupError(
-        "mpiexec has set none of OMPI_COMM_WORLD_RANK, PMI_RANK and SLURM_PROCID, so this process has no rank"
+        "mpiexec has set none of OMPI_COMM_WORLD_RANK, PMI_RANK and SLURM_PROCID. This process has no rank."
     )
 
 
@@ -106,7 +106,7 @@ def _exec(command: list[str], where: Mapping[str, int], port: int, streams: list
 
 
 def reason_of(code: int, out_of_memory: bool) -> str:
-    """Return a clause that explains the signal that has just ended the rank. Empty if no reason is known.
+    """Return a clause that explains the signal that has just ended the rank, or "" if no reason is known.
 
     Args:
         code: Exit code or -signal.

@@ -75,7 +75,7 @@ class Tasks:
                 self._launcher.send({"answer": "run", "problem": "", "output": text})
 
         watch(self._selector, descriptor, selectors.EVENT_READ, read)
-        self._processes.append(process)  # keeps the process's standard input open
-        with contextlib.suppress(BrokenPipeError):  # the process has failed, and its output says why
+        self._processes.append(process)  # the reference keeps the process's stdin open
+        with contextlib.suppress(BrokenPipeError):  # the process has failed, and its output explains why
             stdin.write(message.get("input", "").encode() + b"\n")
             stdin.flush()

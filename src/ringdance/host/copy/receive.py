@@ -83,7 +83,7 @@ class Receiver:
         self._root = os.path.abspath(in_home(message["root"]))
         os.makedirs(self._root, exist_ok=True)
         have: list[int] = []
-        partials: dict[str, set[str]] = {}  # by directory: names of partial files from earlier copies
+        partials: dict[str, set[str]] = {}  # partial files from earlier copies, by directory
         for path, kind, size, mode, changed, text in json.loads(payload):
             own = self._own_path(path)
             if kind == "directory":
@@ -117,7 +117,7 @@ class Receiver:
     def _accept(self, token: bytes) -> None:
         assert self._listener
         sock = accept(self._listener, token)
-        if sock is not None:  # the previous host has authenticated itself
+        if sock is not None:  # None if the peer failed to authenticate itself
             self._stop_listening()
             self._before = sock, Frames(sock.fileno(), sock.fileno())
             self._selector.register(sock, selectors.EVENT_READ, self._from_before)
@@ -241,7 +241,7 @@ def _link(text: str, path: str) -> None:
         return
     if os.path.isdir(path) and not os.path.islink(path):
         raise OSError(
-            f"{path} is a directory on this host, but a symbolic link in the source. Remove the directory"
+            f"{path} is a directory on this host, but a symbolic link in the source. Remove the directory."
         )
     draft = f"{path}.ringdance-{os.urandom(8).hex()}"
     os.symlink(text, draft)

@@ -29,15 +29,15 @@ class ReceivedFile:
     that other users who may write to the directory cannot guess it. Only its owner can read the draft.
 
     Args:
-        path: Its final path on this host.
-        size: Its size in bytes.
-        mode: Its permission bits.
-        changed: Its modification time in ns since the epoch.
+        path: Final path of the file on this host.
+        size: Size in bytes.
+        mode: Permission bits.
+        changed: Modification time in nanoseconds since the epoch.
 
     Attributes:
         have: Number of bytes on this host, or ``DONE``.
-        digest: SHA-256 of the source. Empty until known.
-        failed: True once the copy of this file has been abandoned.
+        digest: SHA-256 of the source, or "" until it is known.
+        failed: True once the copy of this file is abandoned.
     """
 
     def __init__(self, path: str, size: int, mode: int, changed: int) -> None:
@@ -56,7 +56,7 @@ class ReceivedFile:
         """Return how many bytes of the file are on this host, or ``DONE``. Removes outdated drafts.
 
         Args:
-            partials: Names of the partial files in its directory that are left from earlier copies.
+            partials: Names of partial files that earlier copies left behind in its directory.
             digest: SHA-256 for comparing contents. If empty, an equal size and modification time suffice.
 
         Raises:
@@ -68,7 +68,7 @@ class ReceivedFile:
             status = None
         if status and stat.S_ISDIR(status.st_mode):
             raise OSError(
-                f"{self._path} is a directory on this host. To copy into it, add / to the destination"
+                f"{self._path} is a directory on this host. To copy into it, add / to the destination."
             )
         if status and self._same(status, digest):
             self.have = DONE
@@ -126,14 +126,14 @@ class ReceivedFile:
         if not flags & os.O_CREAT and not _is_own(file.fileno()):
             file.close()
             raise OSError(
-                f"the partial file {self._draft} can be changed by other users. Remove it, then copy again"
+                f"the partial file {self._draft} can be changed by other users. Remove it, then copy again."
             )
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.close()
             raise OSError(
-                f"{self._path}: another `ringdance hosts copy` is writing this file. Wait until it ends"
+                f"{self._path}: another `ringdance hosts copy` is writing this file. Wait until it ends."
             ) from None
         except OSError:
             pass  # this file system does not support locks
@@ -173,7 +173,7 @@ class ReceivedFile:
 
 
 def partials_in(directory: str) -> set[str]:
-    """Return the names of the partial files in a directory that are left from earlier copies."""
+    """Return the names of partial files that earlier copies left behind in a directory."""
     try:
         return {name for name in os.listdir(directory) if name.startswith(".") and ".ringdance-" in name}
     except FileNotFoundError:

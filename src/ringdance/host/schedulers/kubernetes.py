@@ -22,7 +22,7 @@ STAYS = r"KUBERNETES_.*|.*_SERVICE_(HOST|PORT)(_.*)?|.*_PORT_\d+_(TCP|UDP).*|K_M
 
 
 def allocation(environ: Mapping[str, str]) -> Allocation | None:
-    """Read the workers' host file, which the operator has put into the pod."""
+    """Read the workers' host file, which the operator mounts in the pod."""
     slots = environ.get("OMPI_MCA_orte_set_default_slots") or environ.get("I_MPI_PERHOST") or "1"
     files = [(name, environ[name]) for name in _HOST_FILES if environ.get(name)]
     if environ.get("K_MPI_JOB_ROLE") == "launcher":

@@ -51,7 +51,7 @@ def allocation(environ: Mapping[str, str]) -> Allocation | None:
     if len(slots) != len(names):
         raise LaunchError(
             f"Slurm's variables list {len(names)} nodes ({nodes}), but task counts for {len(slots)} "
-            f"nodes ({tasks}). Pass the hosts with -H"
+            f"nodes ({tasks}). Pass the hosts with -H."
         )
     method = "srun" if shutil.which("srun", path=environ.get("PATH")) else "ssh"
     # salloc's shell does not have SLURM_PROCID. A step, for which the user requested tasks from srun, also
@@ -128,12 +128,12 @@ def _expand_one(part: str, text: str) -> list[str]:
 
 
 def counts(text: str) -> list[int]:
-    """Expand a Slurm list of numbers per node: ``"2(x3),1"`` gives 2, 2, 2, 1.
+    """Expand a Slurm list of per-node counts: ``"2(x3),1"`` gives 2, 2, 2, 1.
 
     Raises:
         LaunchError: The list cannot be parsed.
     """
     one = r"(\d+)(?:\(x(\d+)\))?"
     if not re.fullmatch(rf"{one}(,{one})*", text):
-        raise LaunchError(f"{text!r} is not a Slurm list of numbers per node, such as 4(x2),3")
+        raise LaunchError(f"{text!r} is not a valid Slurm list of per-node counts such as 4(x2),3")
     return [int(number) for number, nodes in re.findall(one, text) for _ in range(int(nodes or 1))]

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
-_AT_ONCE, _KEPT_S = 64, 300.0  # lookups in parallel; seconds for which an answer is cached
+_AT_ONCE, _KEPT_S = 64, 300.0  # maximum parallel lookups, and seconds for which results are cached
 
 
 def local_names(names: Iterable[str]) -> frozenset[str]:

@@ -1,11 +1,11 @@
-"""End every process of a job and remove what it has left: directories, and files in shared memory.
+"""End every process of a job and remove what the job left behind: directories and shared-memory files.
 
 Standard library only: agents run it without ``site``.
 
 Note [What is removed from /dev/shm]
 A file is removed if (1) its name is one that an MPI library, PyTorch or Python gives, (2) it did not exist
 before the job, (3) a process of the job was seen to have it mapped or open, or its name contains the pid of
-such a process, and (4) no living process has it mapped or open. The name alone never suffices, because
+such a process, and (4) no live process has it mapped or open. The name alone never suffices, because
 another program's file that is closed and not yet removed looks the same. A dead process can no longer be
 inspected. ``Cleanup.watch()`` therefore looks while the job runs, and keeps notes in the job's first
 directory for whichever process has to clean up.
@@ -31,10 +31,10 @@ _LIMIT_S = 4.0
 _INSPECT_S = 0.4
 _INSPECT_ALL_S = 1.5  # time limit for inspecting all processes of the host
 _WATCH_S = 0.002  # interval between checks of /dev/shm
-_WATCH_FREE_S = 1.0  # CPU time for frequent checks at the start, when most files are created
+_WATCH_FREE_S = 1.0  # seconds of CPU time for frequent checks at the start, when most files are created
 _WATCH_SHARE = 0.1  # maximum share of a core for later checks
 _POLL_S = 0.1  # minimum time between later checks, and between all checks if the kernel reports no changes
-_OLD_S = 10.0  # a younger directory might not be locked yet
+_OLD_S = 10.0  # minimum age of an abandoned directory; a younger one might not be locked yet
 _NOTES = "shared-memory"
 _OF_TORCH = re.compile(r"torch_(\d+)_")
 # Files in /dev/shm with other names may be the user's own data, even if a process of the job maps them.
@@ -130,7 +130,7 @@ class Cleanup:
             shutil.rmtree(directory, ignore_errors=True)
         self._remove_shared()
         if self.backup:
-            with contextlib.suppress(ChildProcessError):  # if it was killed, its pid may have been reused
+            with contextlib.suppress(ChildProcessError):  # once killed, its pid may have been reused
                 os.waitid(os.P_PID, self.backup, os.WEXITED | os.WNOHANG | os.WNOWAIT)
                 linux.send_signal(self.backup, signal.SIGKILL)
         return not left

@@ -90,18 +90,18 @@ def problem() -> str:
     try:
         os.getcwd()
     except FileNotFoundError:
-        return "the working directory has been removed. Change to an existing directory"
+        return "the working directory has been removed. Change to an existing directory."
     if linux.LINUX and not os.path.exists("/proc/self/stat"):
-        return "/proc is not mounted, but MPI and the launcher need it. Run `mount -t proc proc /proc`"
+        return "/proc is not mounted, but MPI and the launcher need it. Run `mount -t proc proc /proc`."
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     if 0 <= limit < _FILE_BYTES:
         most = f"files are limited to {limit >> 10} KiB, including files in shared memory (ulimit -f)"
-        return f"{most}, but MPI needs {_FILE_BYTES >> 20} MiB. Run `ulimit -f unlimited`"
+        return f"{most}, but MPI needs {_FILE_BYTES >> 20} MiB. Run `ulimit -f unlimited`."
     return ""
 
 
 def networks() -> list[tuple[str, str, int]]:
-    """Return name, address and prefix length of each active interface. IPv4 first, no link-local addresses.
+    """Return each active interface's name, address and prefix length, IPv4 first, without link-local ones.
 
     Linux only. It does not use psutil, which an agent without ``site`` cannot import.
     """

@@ -74,7 +74,7 @@ def _status(arguments: argparse.Namespace) -> int:
         text = "\n".join(table([_HEAD, *map(_row, selected)]))
         print(text.encode(errors="backslashreplace").decode())  # arguments might not be UTF-8
     else:
-        print("no jobs found. To start a job in the background, use `ringdance run --detach`")
+        print("no jobs found. To start a job in the background, use `ringdance run --detach`.")
     return (selected[0].code or int(selected[0].state == "lost")) if arguments.job else 0
 
 
@@ -125,11 +125,11 @@ def _stop(arguments: argparse.Namespace) -> int:
     running = [record for record in records.load_all() if record.state == "running"]
     if not arguments.job and len(running) != 1:
         jobs = "\n  ".join(["several jobs are running. Specify one:", *(record.about for record in running)])
-        raise LaunchError(jobs if running else "no job is running in the background. See `ringdance status`")
+        raise LaunchError(jobs if running else "no job is running in the background. See `ringdance status`.")
     record = records.find(arguments.job)
     if record.state == "elsewhere":
         raise LaunchError(
-            f"job {record.short} was started on {record.launcher_host}. Run `ringdance stop` on that host"
+            f"job {record.short} was started on {record.launcher_host}. Run `ringdance stop` on that host."
         )
     outcome, grace = "had already ended", record.grace if arguments.grace is None else arguments.grace
     for number, seconds, after in (
@@ -149,7 +149,7 @@ def _stop(arguments: argparse.Namespace) -> int:
         while record.state == "running" and time.monotonic() < until:
             time.sleep(_POLL_S)
     if record.state == "running":
-        raise LaunchError(f"the launcher (pid {record.pid}) survived SIGKILL. It may be blocked in I/O")
+        raise LaunchError(f"the launcher (pid {record.pid}) survived SIGKILL. It may be blocked in I/O.")
     print(f"job {record.short} {outcome}")
     return 0
 

@@ -22,9 +22,9 @@ from ringdance.host.system import linux
 from ringdance.host.system.machine import identity, in_home
 from ringdance.launch.hosts import counted
 
-_KEPT = 50  # number of records of ended jobs to keep
+_KEPT = 50  # maximum number of ended jobs whose records are kept
 _OLD_S = 90 * 86400.0
-_SIZE = 4096  # records are padded to this size, so that recording a job's end needs no further disk space
+_SIZE = 4096  # size to which records are padded, so that recording a job's end needs no extra disk space
 _SHORTEST = 4  # minimum length of a job ID prefix on the command line
 
 
@@ -161,7 +161,7 @@ def load_all() -> list[Record]:
 
 
 def _environ_of(process: Any) -> dict[str, str]:
-    """Return a process's environment. It is empty if the process has exited or belongs to another user."""
+    """Return a process's environment, or {} if the process has exited or belongs to another user."""
     with contextlib.suppress(Exception):
         return dict(process.environ())
     return {}
@@ -175,7 +175,7 @@ def rank_processes() -> Iterator[tuple[Any, dict[str, str]]]:
         environ = _environ_of(process)
         if linux.MARKER in environ and "RINGDANCE_RANK" in environ:
             with contextlib.suppress(psutil.Error, OSError):
-                if "RINGDANCE_RANK" not in _environ_of(process.parent()):  # otherwise, a rank's child
+                if "RINGDANCE_RANK" not in _environ_of(process.parent()):  # skip a rank's children
                     yield process, environ
 
 
@@ -189,7 +189,7 @@ def without_record() -> list[Record]:
         job = environ[linux.MARKER]
         if job in known:
             continue
-        with contextlib.suppress(Exception):  # the process may have exited in the meantime
+        with contextlib.suppress(Exception):  # ignore processes that have exited
             launcher = next(parent for parent in process.parents() if linux.MARKER not in _environ_of(parent))
             host = os.uname().nodename
             ranks = unrecorded[job].ranks + 1 if job in unrecorded else 1
@@ -214,10 +214,10 @@ def find(name: str = "") -> Record:
     matching = [record for record in known if record.job.startswith(name)] if len(name) >= _SHORTEST else []
     if len(matching) > 1:
         raise LaunchError(
-            f"{name} matches jobs {' and '.join(r.short for r in matching)}. Specify more digits of the ID"
+            f"{name} matches jobs {' and '.join(r.short for r in matching)}. Specify more digits of the ID."
         )
     if not matching:
-        raise LaunchError(f"no background job matches {name}. `ringdance status` lists the IDs of all jobs")
+        raise LaunchError(f"no background job matches {name}. `ringdance status` lists the IDs of all jobs.")
     return matching[0]
 
 

@@ -52,7 +52,7 @@ class Mpi:
         family: "openmpi", "mpich" or "intel".
         mpiexec: Absolute path of the library's mpiexec.
         source: How the library was found, for messages.
-        major: Major version of the library, 0 if unknown.
+        major: Major version of the library, or 0 if unknown.
     """
 
     family: str
@@ -76,7 +76,7 @@ def find_mpi() -> Mpi:
 
 
 def mpi4py_variants() -> list[str]:
-    """Return the MPI libraries that the installed mpi4py supports. Empty if mpi4py is not installed.
+    """Return the MPI libraries that the installed mpi4py supports, or [] if mpi4py is not installed.
 
     Returns:
         One or more of ``openmpi``, ``mpich`` and ``impi`` for a wheel, which loads whichever of these it

@@ -84,8 +84,8 @@ class MpirunLine:
     """A parsed command line.
 
     Attributes:
-        ranks: Number of ranks, None if not given.
-        per_host: Number of ranks per host, 0 if not given.
+        ranks: Number of ranks, or None if not given.
+        per_host: Number of ranks per host, or 0 if not given.
         hosts: Host names and slots. None means the scheduler's allocation if there is one, otherwise this
             machine.
         source: Where ``hosts`` were specified, for messages.
@@ -137,7 +137,7 @@ def parse(words: Sequence[str], environ: Mapping[str, str]) -> MpirunLine:
             line.options += ["-x", f"{name}={value}"]
             continue
         if name not in _VALUES:
-            raise LaunchError(f"unknown option {option}. See `ringdance mpirun --help`")
+            raise LaunchError(f"unknown option {option}. See `ringdance mpirun --help`.")
         while len(values) < _VALUES[name]:
             if not rest:
                 raise LaunchError(f"{option} requires a value")
@@ -182,7 +182,7 @@ def _apply(
             variable, equals, text = value.partition("=")
             if equals or variable in environ:
                 line.options += ["-x", f"{variable}={text if equals else environ[variable]}"]
-            else:  # only warn, as mpirun does
+            else:  # only a warning, as in mpirun
                 line.notes.append(f"-x {value}: that variable is not set here")
         case "wdir":
             line.cwd = value

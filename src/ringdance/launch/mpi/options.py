@@ -209,7 +209,7 @@ def session_environment(family: str, directory: str, shared: str) -> dict[str, s
         directory: The job's directory.
         shared: The job's directory in shared memory, empty if it has none.
     """
-    if family != "openmpi":  # other libraries' files cannot be moved; cleanup.py removes them
+    if family != "openmpi":  # other libraries' files cannot be moved, so cleanup.py removes them
         return {"HYDRA_LAUNCHER_EXTRA_ARGS": os.path.join(directory, "ssh")} if family == "mpich" else {}
     variables = {"PRTE_MCA_prte_tmpdir_base": directory, "OMPI_MCA_orte_tmpdir_base": directory}
     if shared:

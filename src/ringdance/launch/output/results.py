@@ -70,7 +70,7 @@ class Results:
     """Collects results from the job's directory on this host, and from other hosts in chunks.
 
     Attributes:
-        kept: True once ``keep()`` has been called.
+        kept: True once ``keep()`` is called.
     """
 
     def __init__(self) -> None:
@@ -92,7 +92,7 @@ class Results:
         except OSError as error:
             raise LaunchError(
                 f"cannot store a rank's result in {directory}: {error.strerror}. "
-                "Set TMPDIR to a directory with more space"
+                "Set TMPDIR to a directory with more space."
             ) from None
 
     def keep(self, directory: str) -> None:
@@ -141,7 +141,7 @@ def _locked(directory: str) -> int:
     except BlockingIOError:
         os.close(opened)
         raise LaunchError(
-            f"--output-filename {directory}: another job is writing its output there. Use another directory"
+            f"--output-filename {directory}: another job is writing its output there. Use another directory."
         ) from None
     except OSError:  # the file system does not support locks
         pass

@@ -275,7 +275,7 @@ def remove_left(directory: Path) -> None:
             if path.is_file():
                 path.unlink()
     for path in directory.glob("rank.*"):
-        with contextlib.suppress(OSError):  # the directory contains other files
+        with contextlib.suppress(OSError):  # ignore if the directory is not empty
             path.rmdir()
 
 

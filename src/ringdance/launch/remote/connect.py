@@ -33,8 +33,8 @@ _SOON_S = 0.02
 PIPES = 3
 """Number of file descriptors needed for each host."""
 
-_OTHER_FILES = 64  # descriptors for everything else in this process
-_starting = threading.Lock()  # start one process at a time, because a start briefly needs more descriptors
+_OTHER_FILES = 64  # number of descriptors for everything else in this process
+_starting = threading.Lock()  # one start at a time, because a start briefly needs more descriptors
 
 
 @dataclass
@@ -52,7 +52,7 @@ class Remote:
         errors: Output of ``process`` on stderr.
         local: True if this is the launcher's own host.
         silent: True if the user has been told that the host is silent.
-        started: True if the agent has been asked to start a program.
+        started: True if the agent was asked to start a program.
         ready: True if the agent has prepared the job.
         problem: Reason why the agent could not prepare the job, if any.
         port: A port that the agent has reserved.
@@ -229,7 +229,7 @@ def allow_open_files(more: int, what: str) -> None:
     if limit < needed:
         raise LaunchError(
             f"this process needs {needed} open files for {what}, but its hard limit is {limit} (ulimit -Hn). "
-            f"Raise the limit as root (prlimit --nofile={needed} --pid PID-OF-THE-SHELL), or use fewer hosts"
+            f"Raise the limit as root (prlimit --nofile={needed} --pid PID-OF-THE-SHELL), or use fewer hosts."
         )
 
 
@@ -296,7 +296,7 @@ def adopt(host: str, sock: socket.socket, timeout: float = 30.0) -> Remote:
         if _await_facts(remote, timeout):
             return remote
     remote.close()
-    raise LaunchError(f"host {host}: its agent does not answer")
+    raise LaunchError(f"The agent on host {host} does not answer.")
 
 
 def _start(host: str, command: Sequence[str], **options: Any) -> Remote:

@@ -54,7 +54,7 @@ class RemoteShell:
 
     Attributes:
         method: "ssh", or "srun" for the hosts of a Slurm allocation.
-        port: Port for ssh, 0 for the port in ssh's configuration.
+        port: Port for ssh, or 0 for the port in ssh's configuration.
         identity: Private key file for ssh, if any.
         arguments: Further arguments for ssh. They override our defaults.
         start_timeout: Seconds to keep trying hosts that may still be starting, such as pods.
@@ -123,7 +123,7 @@ def add_host_options(parser: Any, text: str = "hosts, and the number of slots on
 
 
 def hosts_of(arguments: argparse.Namespace, slots: int = 1) -> HostList | None:
-    """Return the hosts given by -H or --hostfile, None if neither option is set.
+    """Return the hosts given by -H or --hostfile, or None if neither option is set.
 
     Args:
         arguments: The parsed options.

@@ -52,7 +52,7 @@ def options(manual: str) -> argparse.Namespace:
     if given.data is None:
         parser.error("DATA is required. Pass a prepared directory or a file.")
     if given.patience and not given.checkpoints:
-        parser.error("--patience requires --checkpoints DIR, in which the best model is kept")
+        parser.error("--patience requires --checkpoints DIR, where the best model is kept")
     return given
 
 
@@ -68,7 +68,7 @@ class TableModel:
     table: hvd.EmbeddingTable
 
     def __init__(self) -> None:
-        self.losses: list[float] = []  # losses of the steps since the last call to figures()
+        self.losses: list[float] = []  # loss of each step since the last call to figures()
         self.checks: Any = None  # loader for the validation rows
 
     def figures(self) -> dict[str, float]:
@@ -86,7 +86,7 @@ class TableModel:
         self.checks.set_epoch(0)
         for batch in self.checks:
             predictions = self.predict(batch.ids, batch.values)  # type: ignore[attr-defined]
-            if batch.weight:  # otherwise, the batch is padding
+            if batch.weight:  # a batch of weight 0 is padding
                 scores.add(predictions, batch.labels)
         return scores.result()
 
@@ -104,7 +104,7 @@ class TableModel:
 
 
 def warm_start(start: Path, model: Any, about: dict[str, Any]) -> None:
-    """Initialize the model from an exported model with the same settings, ``about``. Collective."""
+    """Initialize the model from an exported model whose settings match ``about``. Collective."""
 
     def exported() -> tuple[dict[str, Array], str]:
         """Return the exported layers and "", or {} and an error message if the model cannot be used."""
@@ -164,7 +164,7 @@ def main(manual: str, make: Any, init: Callable[[], None] = hvd.init) -> None:
     """Run the training script.
 
     Args:
-        manual: Text for --help, the script's docstring.
+        manual: The script's docstring, used as the text for --help.
         make: Creates the model. Called as ``make(given, table, fields)``.
         init: Initializes Ringdance. The ``init`` of a framework's binding also limits the framework's
             threads to the rank's cores.

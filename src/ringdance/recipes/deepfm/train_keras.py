@@ -137,7 +137,7 @@ class KerasTableModel(loop.TableModel):  # type: ignore[misc]
         return tf.sigmoid(self.layers(rows, places, values))
 
     def state(self) -> dict[str, Array]:
-        """Return copies of the weights of the layers and of Adam's state."""
+        """Return copies of the layers' weights and of Adam's state."""
         return {f"v{number}": np.array(variable.numpy()) for number, variable in enumerate(self._variables)}
 
     def restore(self, state: dict[str, Array]) -> None:

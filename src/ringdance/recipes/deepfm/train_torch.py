@@ -114,7 +114,7 @@ class TorchTableModel(loop.TableModel):  # type: ignore[misc]
         return self.layers(*map(torch.as_tensor, arrays)).sigmoid().numpy()
 
     def state(self) -> dict[str, Array]:
-        """Return copies of the weights of the layers and of Adam's state."""
+        """Return copies of the layers' weights and of Adam's state."""
         return arrays_of(self.inner, layers=self.layers)
 
     def restore(self, state: dict[str, Array]) -> None:

@@ -19,9 +19,9 @@ class Part:
     """One rank's share of the images in a step.
 
     Attributes:
-        numbers: Numbers of this rank's images. If it has none, an image of another rank with weight 0.
+        numbers: Numbers of this rank's images or, if it has none, of another rank's image with weight 0.
         weight: Factor for this rank's mean loss: ``images * ranks / count``. With it, the average of the
-            losses over all ranks is the mean over all images in the step. 0 for a rank without images.
+            losses over all ranks is the mean over all images in the step. It is 0 for a rank without images.
         position: Number of the epoch's images that all ranks together have used after this step.
         count: Total number of images in the step on all ranks.
     """

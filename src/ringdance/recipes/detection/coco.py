@@ -24,7 +24,7 @@ PREPARE = "To leave out broken entries, run `ringdance data prepare coco`."
 
 
 class Coco:
-    """The images of a split, and the objects in them, labeled with their category ids.
+    """A split's images, and the objects in them, labeled with their category ids.
 
     Args:
         directory: Data set directory in COCO's layout.

@@ -82,7 +82,7 @@ class Batches:
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int, done: int = 0) -> None:
-        """Set the epoch, and the number of its images that have already been used."""
+        """Set the epoch, and how many of the epoch's images have already been used."""
         ratios, size = self.data.ratios, self.preset.batch_size
         # Whether an image is flipped does not depend on the rank, so resumed runs use the same flips.
         self.flips = np.random.RandomState([self.seed, epoch, 1]).random_sample(len(ratios)) < 0.5
@@ -157,7 +157,7 @@ def group(channels: int) -> nn.Module:
 
 
 def load_weights(model: nn.Module, file: str, option: str, is_head: Callable[[str], bool]) -> list[str]:
-    """Load a state dict, but skip a head of another shape. Returns the names of skipped parameters.
+    """Load a state dict, but skip a head with a different shape. Returns the names of skipped parameters.
 
     Raises:
         SystemExit: The file cannot be read, or contains another model.
@@ -194,7 +194,7 @@ class DetectionModel:
         self.sums: dict[str, Any] = {}
 
     def pixels(self, image: Tensor) -> Tensor:
-        """Copy an image to the device, and scale its values to the range 0 to 1."""
+        """Copy an image to the device, and scale the pixel values to the range 0 to 1."""
         return image.to(self.device, non_blocking=True).float() / 255
 
     def step(self, batch: Batch, rate: float) -> None:
@@ -336,7 +336,7 @@ def main() -> None:
     if torch.cuda.is_available():
         device = torch.device("cuda", hvd.local_rank() % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    torch.manual_seed(given.seed)  # equal weights on all ranks, reseeded below to sample different regions
+    torch.manual_seed(given.seed)  # the same weights on all ranks; reseeded below so that sampling differs
     data, check, split = splits(given)
     model = DetectionModel(given, preset, max(data.classes, check.classes), device, check)
     if given.weights:

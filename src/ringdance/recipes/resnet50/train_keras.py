@@ -65,7 +65,7 @@ import ringdance.keras as hvd
 import ringdance.numpy
 from ringdance.data import Batch
 
-MEAN, DEVIATION = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)  # of ImageNet's R, G and B values
+MEAN, DEVIATION = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)  # statistics of ImageNet's RGB values
 Array = np.ndarray[Any, Any]
 
 
@@ -73,7 +73,7 @@ Array = np.ndarray[Any, Any]
 
 
 def resnet50(classes: int, image_size: int, width: int = 64) -> Any:
-    """Build ResNet-50 v1.5, whose 3x3 convolutions have the stride.
+    """Build ResNet-50 v1.5, in which the 3x3 convolutions are the strided ones.
 
     The input consists of channels-last pixels from 0 to 255. The output consists of logits.
     """
@@ -164,7 +164,7 @@ class LARS(keras.optimizers.Optimizer):  # type: ignore[misc]
     def __init__(self, momentum: float, weight_decay: float, **options: Any) -> None:
         super().__init__(learning_rate=0.0, **options)
         self.momentum = momentum
-        self.decay = weight_decay  # the base class's weight_decay would be decoupled
+        self.decay = weight_decay  # not passed to the base class, whose weight decay is decoupled
 
     def build(self, variables: Any) -> None:
         """Create the velocity of each variable."""
@@ -252,7 +252,7 @@ class KerasImageModel:
         right = hvd.TopK(shared.ranks_of(self.classes))
         self.checks.set_epoch(0)
         for batch in self.checks:
-            if batch.weight:  # otherwise, the batch is padding
+            if batch.weight:  # a batch of weight 0 is padding
                 right.add(self.model.predict_on_batch(batch.images), batch.labels)
         return right.result()
 
@@ -266,7 +266,7 @@ class KerasImageModel:
                 variable.assign(value)
 
     def state(self) -> dict[str, Array]:
-        """Return copies of the variables of the model and the optimizer, for a checkpoint."""
+        """Return copies of the model's and the optimizer's variables, for a checkpoint."""
         return {f"v{number}": read_value(variable) for number, variable in enumerate(self.variables)}
 
     def restore(self, state: dict[str, Array]) -> None:
@@ -275,7 +275,7 @@ class KerasImageModel:
             variable.assign(state[f"v{number}"])
 
     def load_weights(self, file: str) -> list[str]:
-        """Load weights, but skip a head of another shape. Returns the names of skipped weights."""
+        """Load weights, but skip a head with a different shape. Returns the names of skipped weights."""
         body = self.body()
         before = {weights.path: read_value(weights) for weights in body.trainable_weights}
         try:

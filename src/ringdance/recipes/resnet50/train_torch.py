@@ -53,7 +53,7 @@ import ringdance.torch as hvd
 from ringdance.data import Batch
 from ringdance.recipes import torch_state
 
-MEAN, DEVIATION = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)  # of ImageNet's R, G and B values
+MEAN, DEVIATION = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)  # statistics of ImageNet's RGB values
 Array = np.ndarray[Any, Any]
 
 
@@ -272,7 +272,7 @@ class TorchImageModel:
         model, metric = self.model.eval(), hvd.TopK(shared.ranks_of(self.classes))
         self.checks.set_epoch(0)
         for batch in self.checks:
-            if batch.weight:  # otherwise, the batch is padding
+            if batch.weight:  # a batch of weight 0 is padding
                 metric.add(self.forward(batch.images).float().cpu(), batch.labels.cpu())
         model.train()
         return metric.result()

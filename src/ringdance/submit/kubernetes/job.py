@@ -61,7 +61,7 @@ def parse_volume(text: str) -> Volume:
     if not path.startswith("/"):
         raise LaunchError(
             f"--volume {text}: expected pvc:CLAIM:/PATH, nfs:SERVER:/EXPORT:/PATH, host:/DIR:/PATH or "
-            "secret:NAME:/PATH. Append :ro to mount it read-only"
+            "secret:NAME:/PATH. Append :ro to mount it read-only."
         )
     return Volume(source, path, read_only)
 
@@ -149,7 +149,7 @@ class JobRequest:
                 "most 63 characters"
             )
         if not self.image:
-            raise LaunchError("missing --image IMAGE. Specify the container image that all pods use")
+            raise LaunchError("missing --image IMAGE. Specify the container image that all pods use.")
         if not self.command:
             raise LaunchError("missing COMMAND. Example: -- python train.py")
         for name in (*self.env, *self.secret_env):

@@ -93,7 +93,7 @@ def role_arn(session: Any, role: str) -> str:
     except LaunchError as error:
         if _code(error.__cause__) not in ("AccessDenied", "NoSuchEntity"):
             raise
-        raise LaunchError(f"role {role!r}: {error}. Pass its ARN, arn:aws:iam::ACCOUNT:role/NAME") from None
+        raise LaunchError(f"role {role!r}: {error}. Pass its ARN, arn:aws:iam::ACCOUNT:role/NAME.") from None
 
 
 def make_bucket(s3: Any, bucket: str, region: str, account: str) -> None:

@@ -159,7 +159,7 @@ class Estimator(TrainingJob):
             raise ArgumentError(f"entry_point {self.entry_point!r} does not exist in {where}")
         for name, example in _EXAMPLES.items():
             if not getattr(self, name):
-                raise ArgumentError(f"{name} is missing. Pass, for example, {example!r}")
+                raise ArgumentError(f"{name} is missing. Pass, for example, {example!r}.")
         if not self.instance_type.startswith("ml."):
             raise ArgumentError(f"instance_type {self.instance_type!r} must start with 'ml.'")
         for name in ("instance_count", "processes_per_host"):
@@ -168,18 +168,18 @@ class Estimator(TrainingJob):
         if self.use_spot_instances:
             if self.max_wait is None or self.max_wait < self.max_run:
                 raise ArgumentError(
-                    f"max_wait, the time in seconds to wait for spot instances and run, is {self.max_wait}. "
-                    f"It must be at least max_run ({self.max_run} s)"
+                    f"max_wait ({self.max_wait} s) must be at least max_run ({self.max_run} s), because it "
+                    "covers both waiting for spot instances and running the job."
                 )
             if not self.checkpoint_s3_uri:
                 warnings.warn(
                     "checkpoint_s3_uri is not set, so an interrupted job on spot instances starts from the "
-                    "beginning. Set it, and let the script resume from /opt/ml/checkpoints",
+                    "beginning. Set it, and let the script resume from /opt/ml/checkpoints.",
                     stacklevel=3,
                 )
         elif self.max_wait is not None:
             raise ArgumentError(
-                f"max_wait ({self.max_wait}) applies only to spot instances. Pass use_spot_instances=True too"
+                f"max_wait ({self.max_wait}) applies only to spot instances. Pass use_spot_instances=True."
             )
         sent = [*(self.environment or {}).items(), *self.hyperparameters.items()]
         in_clear = [name for name, value in sent if is_secret(name, str(value))]
@@ -188,7 +188,7 @@ class Estimator(TrainingJob):
         for name in in_clear:
             warnings.warn(f"{name} {KEPT_IN_CLEAR}", stacklevel=3)
         if bool(self.subnets) != bool(self.security_group_ids):
-            raise ArgumentError("subnets and security_group_ids require each other. Pass both or neither")
+            raise ArgumentError("subnets and security_group_ids require each other. Pass both or neither.")
 
     def _new_name(self) -> str:
         return job_name(self.base_job_name or os.path.splitext(os.path.basename(self.entry_point))[0])
@@ -204,7 +204,7 @@ class Estimator(TrainingJob):
         region, account = self._find_region(), account_of(self.role)
         bucket = f"sagemaker-{region}-{account}"
         if not (account or self.code_location):
-            raise LaunchError(f"role {self.role!r} is not an ARN. Pass arn:aws:iam::ACCOUNT:role/NAME")
+            raise LaunchError(f"role {self.role!r} is not an ARN. Pass arn:aws:iam::ACCOUNT:role/NAME.")
         if self.code_location:
             bucket = self.code_location.removeprefix("s3://").partition("/")[0]
         name = name or self._new_name()
@@ -217,7 +217,7 @@ class Estimator(TrainingJob):
         known = known or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
         region = known or self._session().region_name
         if not region:
-            raise ArgumentError("the AWS region is unknown. Pass region= (--region) or set AWS_REGION")
+            raise ArgumentError("the AWS region is unknown. Pass region= (--region) or set AWS_REGION.")
         return str(region)
 
     def _session(self) -> Any:

@@ -190,7 +190,7 @@ def channels(inputs: Inputs, input_mode: str, workers: int) -> list[dict[str, An
     if len(requested) > _MAX_CHANNELS:
         raise ArgumentError(
             f"the job has {len(requested)} channels, but SageMaker allows {_MAX_CHANNELS}. In Pipe mode, "
-            f"each of the {workers} workers on a host needs its own channel. Use FastFile mode instead"
+            f"each of the {workers} workers on a host needs its own channel. Use FastFile mode instead."
         )
     return requested
 
@@ -219,7 +219,7 @@ def mpi_options(text: str) -> tuple[str, list[str]]:
     if any(sign in text for sign in "'\""):
         # The toolkit splits the text at spaces and does not understand quotation marks.
         raise ArgumentError(f"custom_mpi_options {shown_text(text)!r}: quotes are not supported here. "
-                            "Use `environment` to set values that contain spaces")  # fmt: skip
+                            "Use `environment` to set values that contain spaces.")  # fmt: skip
     notes: list[str] = []
 
     def as_variable(found: re.Match[str]) -> str:

@@ -13,7 +13,7 @@ from ringdance.training.sharding import Shard, check_plan, total_of
 
 Dataset: Any = tf.data.Dataset
 index_shuffle = tf.random.experimental.index_shuffle
-_BLOCK = 4096  # Number of rows that are shuffled at a time.
+_BLOCK = 4096  # Number of rows to shuffle at a time.
 
 
 @plain
@@ -21,7 +21,7 @@ def shard(
     data: Any, *, ends: str, shuffle: bool | int = False, seed: int = 0, layout: str = "strided",
     process_set: ProcessSet = global_process_set,
 ) -> Dataset:
-    """Return this rank's share of a data set, as a ``tf.data.Dataset`` of single samples.
+    """Return this rank's share of a dataset, as a ``tf.data.Dataset`` of single samples.
 
     Args:
         data: A ``tf.data.Dataset`` with the same elements in the same order on all ranks, or any structure of
@@ -52,7 +52,7 @@ def shard(
 
 
 # Note [Shuffled shares]
-# tf.data counts the iterators of a data set and draws a different order for each. If the order in which
+# tf.data counts the iterators over a dataset and draws a different order for each. If the order in which
 # elements are divided depended on this count, a rank that had looked at its first batch or called adapt()
 # would use the order of a different epoch, and samples would be silently skipped. Therefore, the elements are
 # divided in an order that never changes, and each rank shuffles its own share in each iteration.
@@ -83,7 +83,7 @@ def _shard(
     count = int(data.cardinality())
     if count < 0 and (shuffle is True or layout != "strided"):
         raise ArgumentError(
-            "shuffle=True needs a data set with a known number of elements, and so does layout='contiguous'. "
+            "shuffle=True and layout='contiguous' require a dataset with a known number of elements. "
             "Apply tf.data.experimental.assert_cardinality first. If the number is unknown, use "
             "layout='strided' and, to shuffle, pass a buffer size as shuffle."
         )
@@ -113,10 +113,10 @@ def _shard(
 
 
 def check_order(data: Any, size: int) -> None:
-    """Raise ArgumentError if the data set was shuffled without a seed, so that the ranks' orders differ."""
+    """Raise ArgumentError if the dataset was shuffled without a seed, so that the ranks' orders differ."""
     if size > 1 and hasattr(data, "_seed") and tf.get_static_value(data._seed + data._seed2) == 0:
         raise ArgumentError(
-            "shard(): the data set was shuffled without a seed, so the ranks' orders differ and some samples "
+            "shard(): the dataset was shuffled without a seed, so the ranks' orders differ and some samples "
             "would be skipped. Pass a seed to shuffle(), pass shuffle=False to list_files(), or call shard() "
             "before shuffling."
         )
@@ -124,13 +124,13 @@ def check_order(data: Any, size: int) -> None:
         check_order(source, size)
 
 
-# Note [Padding]: A script may shuffle a data set before it is divided. Each iterator then draws a different
+# Note [Padding]: A script may shuffle a dataset before it is divided. Each iterator then draws a different
 # order, which depends on the number of earlier iterators. Therefore, padding must not create an iterator
 # only on some ranks, or only when an epoch is read to its end.
 
 
 def _by_number(data: Dataset, plan: Shard, first: Dataset) -> Dataset:
-    """Return this rank's share of a data set of known length. ``first`` provides elements for padding."""
+    """Return this rank's share of a dataset of known length. ``first`` provides elements for padding."""
     total = total_of(plan.length, plan.size, plan.ends)
     if total > plan.length:  # choose_from_datasets creates all iterators up front. See Note [Padding].
         padding = first.take(total - plan.length).repeat()
@@ -143,7 +143,7 @@ def _by_number(data: Dataset, plan: Shard, first: Dataset) -> Dataset:
 
 
 def _in_rounds(data: Dataset, ends: str, rank: int, size: int, first: Dataset) -> Dataset:
-    """Return this rank's share of a data set of unknown length: one of every ``size`` elements.
+    """Return this rank's share of a dataset of unknown length: one of every ``size`` elements.
 
     ``first`` provides elements for padding.
     """
@@ -158,9 +158,9 @@ def _in_rounds(data: Dataset, ends: str, rank: int, size: int, first: Dataset) -
 
 
 def _in_memory(data: Dataset) -> Dataset:
-    """Return an in-memory copy of a small data set or, in a graph, ``data`` itself.
+    """Return an in-memory copy of a small dataset or, in a graph, ``data`` itself.
 
-    Iterating over the copy does not create an iterator of ``data``. See Note [Padding].
+    Iterating over the copy does not create an iterator over ``data``. See Note [Padding].
     """
     if not tf.executing_eagerly():
         return data

@@ -185,7 +185,7 @@ class Context:
         self._check()
 
 
-# For each number set by ``set_number``, the output's memory and the function to call when it is released.
+# Maps each number from ``set_number`` to the output's memory and the function to call on release.
 _numbers_in_use: dict[int, tuple[Array, Callable[[int], None]]] = {}
 
 
@@ -198,7 +198,7 @@ def _on_free(data: int, length: int, number: int) -> None:
 _freed = ctypes.CFUNCTYPE(None, c_void_p, c_size_t, c_void_p)(_on_free)
 _CREATE = ctypes.CFUNCTYPE(c_void_p, c_void_p)
 _COMPUTE = ctypes.CFUNCTYPE(None, c_void_p, c_void_p)
-_callbacks: list[Any] = []  # Keeps alive the functions that TensorFlow may call at any time.
+_callbacks: list[Any] = []  # References to functions that TensorFlow may call at any time.
 
 
 def _text_of(construction: int) -> bytes:

@@ -33,7 +33,7 @@ _LESS = {
     "rows": "prepare files that need no parsing (`ringdance data prepare criteo ... --format rows`)",
     "samples": "compute whatever is the same in every epoch once, before training, and store it",
 }
-_TAIL = 30  # number of output lines to show from a failed run
+_TAIL = 30  # number of a failed run's last output lines to show
 
 _INPUT = """\
 Three runs measure for --seconds each: the loader alone (its batches are read and discarded), the step alone,
@@ -62,7 +62,7 @@ class Speed:
     Attributes:
         unit: Plural noun for the loader's samples: images, rows or samples.
         samples_per_second: Total speed if every rank were as slow as the slowest rank.
-        noise: Half the width of the 95% confidence interval of the speed, as a share of the speed.
+        noise: Half-width of the 95% confidence interval of the speed, as a fraction of the speed.
         slowest: The slowest rank.
         behind: How much slower the slowest rank is than the average rank, as a share of the average speed.
         cores: Number of cores used by the slowest rank, including its data loader processes.
@@ -130,7 +130,7 @@ def judge(speeds: Mapping[str, Speed]) -> Limit:
             "Measure again while nothing else is running on the hosts.",
         )
     noise, other = (hypot(speeds[part].noise, speeds["step"].noise) for part in ("both", "loader"))
-    fast = step / (step + loader) < LITTLE  # even without overlap, loading takes hardly any time
+    fast = step / (step + loader) < LITTLE  # loading takes hardly any time, even if it does not overlap
     if (noise >= max(LITTLE, 1 - both / step) and not fast) or (slow and other >= 1 - loader / step):
         return Limit(
             "unclear", f"The speeds differ by less than their noise, {max(noise, other):.0%}: {all_three}.",

@@ -30,7 +30,7 @@ class Made(NamedTuple):
     Attributes:
         steps: Step function for each contestant. A call runs one training step and returns the loss.
         sizes: Name and size in bytes of each gradient, in forward order.
-        ready: Measures when each gradient becomes ready. None if the framework cannot report this.
+        ready: Measures when each gradient becomes ready, or None if the framework cannot report this.
         exchange: Takes gradient sizes in bytes, and returns a step function that only averages gradients of
             these sizes, all in a single group.
         gpu: True if the rank has a GPU.

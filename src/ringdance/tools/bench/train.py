@@ -120,7 +120,7 @@ def figures(
             slowest rank.
         batch: Samples per rank and step.
         threads: Threads per rank.
-        one: Samples per second measured on a single rank. None if this entry describes a single rank.
+        one: Samples per second measured on a single rank, or None if this entry describes a single rank.
     """
     first, ranks = found[0], len(found)
     blocks = {
@@ -148,7 +148,7 @@ def figures(
 
 
 def _others(found: Sequence[Mapping[str, Any]], host: str) -> float:
-    """Return the share of a host's cores that is used by programs other than the measured ranks."""
+    """Return the fraction of a host's cores used by programs other than the measured ranks."""
     here = [rank for rank in found if rank["host"] == host]
     return max(0.0, here[0]["busy"] - sum(rank["used"] for rank in here) / here[0]["cores"])
 

@@ -16,7 +16,7 @@ from ringdance.host.directories import bases
 from ringdance.host.system import linux, machine
 from ringdance.tools.doctor.check import ERROR, WARNING, Check, Finding, HostFacts, Usage, limit
 
-# A Unix socket path is limited to 108 bytes. MPI's session directories take up about 45 of them.
+# A Unix socket path is limited to 108 bytes, of which MPI's session directories use about 45.
 _LONGEST = 60
 _REMOVE = "remove large files, which you can find with: du -xh {} | sort -h | tail"
 _FIXES = {

@@ -36,7 +36,7 @@ _LARGER = {
 _FULL = "remove files that no process uses: ls -lhS /dev/shm"
 _MOUNT = "sudo mount -t tmpfs -o size=50%,mode=1777 tmpfs /dev/shm"
 _FOR_A_RANK = _GB
-_WINDOW = 64 * _MB  # space needed in /dev/shm per rank for the engine's window, MPI and a data loader
+_WINDOW = 64 * _MB  # /dev/shm space that each rank needs for the engine's window, MPI and a data loader
 
 # --- facts -----------------------------------------------------------------------------------------
 

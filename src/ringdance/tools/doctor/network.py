@@ -24,7 +24,7 @@ from ringdance.tools.doctor.check import (
 from ringdance.tools.doctor.machine import INTERFACES
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
-# Name prefixes of bridges and tunnel endpoints, which have the same address on every host.
+# Name prefixes of bridges and tunnel endpoints. These have the same address on every host.
 _VIRTUAL = (
     "docker", "br-", "virbr", "veth", "cni", "flannel", "lxc", "lxd", "podman", "tunl", "vmnet", "kube-",
 )  # fmt: skip

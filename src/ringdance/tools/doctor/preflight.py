@@ -37,7 +37,7 @@ def check_hosts(ready: PreparedJob, report: Callable[[str], None], *, required: 
         required: If True, errors raise LaunchError. Otherwise they are passed to ``report``.
 
     Raises:
-        LaunchError: The job would fail. No ranks have been started, and the agents have been closed.
+        LaunchError: The job would fail. No ranks are started, and the agents are closed.
     """
     try:
         wrong = preflight(ready)

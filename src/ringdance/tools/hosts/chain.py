@@ -49,7 +49,7 @@ def chained(hosts: HostSet, names: Sequence[str], warn: Callable[[str], None]) -
         chains.append([after])
         if before not in hosts.problems and after not in hosts.problems:
             problem = f"{before} cannot connect to {after} ({broken[after]})"
-            warn(f"ringdance hosts: {problem}. This machine will send the data to {after} instead")
+            warn(f"ringdance hosts: {problem}. This machine will send the data to {after} instead.")
     return chains
 
 

@@ -73,7 +73,7 @@ def _run(arguments: argparse.Namespace) -> int:
         try:
             outcomes = copying.run()
         except KeyboardInterrupt:
-            progress.print("ringdance hosts: interrupted. Run the same command again to resume the copy")
+            progress.print("ringdance hosts: interrupted. Run the same command again to resume the copy.")
             raise
         finally:
             progress.stop()

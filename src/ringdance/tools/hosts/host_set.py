@@ -35,7 +35,7 @@ class HostSet:
     """Hosts in the order in which they were given, with their slots and agents.
 
     Attributes:
-        slots: Number of slots by host name. 0 if not specified.
+        slots: Number of slots by host name, or 0 if not specified.
         shell: Remote shell for reaching the hosts.
         agents: Agents by host name, for the hosts that answered.
         problems: Reason why a host cannot be used, by host name. Includes hosts that were lost later.
@@ -53,7 +53,7 @@ class HostSet:
 
     @property
     def connected(self) -> list[str]:
-        """Names of the hosts whose agent is connected."""
+        """Names of the hosts with connected agents."""
         return [host for host in self.agents if host not in self.problems]
 
     def connect(self, timeout: float, log: Callable[[str], None] = _print) -> None:
@@ -165,7 +165,7 @@ def host_set(arguments: argparse.Namespace) -> HostSet:
         ssh = (*shell.arguments, *job.ssh_arguments)
         shell = replace(shell, method=job.method, arguments=ssh, start_timeout=job.start_timeout)
     if not hosts:
-        raise LaunchError("no hosts were given. Pass -H node1,node2 or --hostfile FILE")
+        raise LaunchError("no hosts were given. Pass -H node1,node2 or --hostfile FILE.")
     return of_hosts(hosts, shell)
 
 

@@ -37,7 +37,7 @@ mine.toml has lines such as `cores = 32`. cores and gbits are required. gpus, gp
 the price) are optional. Each plan ends with a list of its assumptions.
 """
 _HOURS = {"h": 1.0, "m": 1 / 60, "min": 1 / 60, "s": 1 / 3600, "d": 24.0}
-_MOST, _FAR = 512, 64  # maximum host count; maximum ranks per measured rank without a warning
+_MOST, _FAR = 512, 64  # maximum host count; ratio of planned to measured ranks that needs a warning
 _COLUMNS = {
     "ranks": "ranks", "hosts": "hosts", "samples/s": "samples_per_second", "by rank": "efficiency",
     "by host": "host_efficiency", "step": "step_seconds", "exposed": "exposed_seconds",
@@ -103,9 +103,9 @@ def _plan(given: argparse.Namespace) -> int:
     if not work and (aim or given.samples or given.price):
         raise LaunchError("--deadline, --budget, --samples and --price need --epochs N or --to-accuracy A")
     if work and not options.samples:
-        raise LaunchError(f"the number of samples for {load.model} is not known. Pass --samples N")
+        raise LaunchError(f"the number of samples for {load.model} is not known. Pass --samples N.")
     if given.budget and on.price is None:
-        raise LaunchError(f"--budget needs the price of {on.name}, which is not known. Pass --price P")
+        raise LaunchError(f"--budget needs the price of {on.name}, which is not known. Pass --price P.")
     per_host = options.per_host(load, on)
     ranks = given.np or [per_host * 2**power for power in range(6)]
     of_ranks = cache(lambda ranks: predict(load, on, ranks, options))
@@ -145,7 +145,7 @@ def _load(given: argparse.Namespace, on: Instance, options: PlanOptions) -> tupl
         raise LaunchError("pass either --from bench.json, or --model NAME --images-per-second R")
     rate, known = given.images_per_second, models()
     if given.of > 1 and not rate:
-        raise LaunchError(f"--of {given.of} needs the total rate of these ranks. Pass --images-per-second R")
+        raise LaunchError(f"--of {given.of} needs the total rate of these ranks. Pass --images-per-second R.")
     if given.bench is not None:
         load = _measured(given, on, options)
     elif given.model not in known:
@@ -154,7 +154,7 @@ def _load(given: argparse.Namespace, on: Instance, options: PlanOptions) -> tupl
             "measure it with `ringdance bench train --output bench.json`, and pass --from bench.json"
         )
     elif not rate:
-        raise LaunchError("--model needs a rate. Pass --images-per-second R, and --of N if R is for N ranks")
+        raise LaunchError("--model needs a rate. Pass --images-per-second R, and --of N if R is for N ranks.")
     else:
         model = known[given.model]
         load = planner.from_model(model, rate, given.batch or model.batch, on, options, given.of)
@@ -169,7 +169,7 @@ def _measured(given: argparse.Namespace, on: Instance, options: PlanOptions) -> 
     rate = given.images_per_second
     if given.bench.is_dir():
         if not given.batch:
-            raise LaunchError(f"--from {given.bench} needs the samples per rank and step. Pass --batch N")
+            raise LaunchError(f"--from {given.bench} needs the samples per rank and step. Pass --batch N.")
         load = planner.from_run(given.bench, given.batch)
     else:
         load = planner.from_bench(given.bench)

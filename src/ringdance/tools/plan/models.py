@@ -24,7 +24,7 @@ class KnownModel:
 
     Attributes:
         batch: Samples per rank and step with which published rates were measured.
-        samples: Number of samples in the training set commonly used for the model. 0 if no such set exists.
+        samples: Number of samples in the model's usual training set, or 0 if no such set exists.
         forward: Share of a step that the forward pass takes.
         tensors: Number of elements of each parameter, and number of positions to which it is applied (0 if
             it is not multiplied), in the format of models.toml.
@@ -38,7 +38,7 @@ class KnownModel:
 
     @property
     def parameters(self) -> list[tuple[int, int]]:
-        """Each parameter's number of elements and of positions (see ``tensors``), in forward order."""
+        """Each parameter's element and position counts (see ``tensors``), in forward order."""
         words = list[str]()
         for row in self.tensors.strip().splitlines():
             times, _, tensors = row.rpartition(":")
@@ -105,6 +105,6 @@ def curve(model: str, target: float) -> Curve:
         known = " and ".join(f"{entry.target:g} of {entry.model}" for entry in curves().values())
         raise LaunchError(
             f"--to-accuracy {target:g}: the number of epochs for {model} is not known, because MLPerf has "
-            f"reference points only for {known}. Pass --epochs instead"
+            f"reference points only for {known}. Pass --epochs instead."
         )
     return known_curve

@@ -40,7 +40,7 @@ class SimulatedWindow(Window):
     Args:
         core: This rank's core.
         peers: Windows of the ranks on this host, by local index. The constructor appends the new window.
-        members: Length of ``peers`` once all ranks on this host have been created.
+        members: Final length of ``peers``, when all ranks on this host exist.
         memory: Memory with the size of an exchange buffer. Its contents do not matter.
     """
 

@@ -36,8 +36,8 @@ NCCL_ROUND = 1e-3
 PCI_EXPRESS = 10.0
 """Bandwidth in GB/s between the GPUs of a machine without NVLink."""
 _LONGEST = 1e6  # maximum duration of a step in seconds
-_PARTS = 24  # assumed number of gradients of a run, because its metrics do not include it
-_MOST_WAITING = 0.99  # maximum share of a step, because samples within a step may show only waiting
+_PARTS = 24  # assumed number of gradients in a run, which its metrics do not include
+_MOST_WAITING = 0.99  # upper limit, because metrics sampled within a step may show only waiting
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Workload:
             Sorted by these times.
         spread: Standard deviation of a rank's step time, in seconds.
         ranks: Number of ranks in the measurement.
-        cores: Number of cores on which a rank computes. 0 if it uses a GPU.
+        cores: Number of cores on which a rank computes, or 0 if it uses a GPU.
         source: Sentence that says where these values come from.
         others: Maximum share of a host's cores that other programs used during the measurement.
     """
@@ -84,9 +84,9 @@ class PlanOptions:
     Attributes:
         ranks_per_host: Ranks per host. If 0, one rank per GPU, or as many ranks as the cores allow.
         wire: Wire dtype of the gradients.
-        samples: Samples per epoch. 0 if unknown.
-        epochs: Number of epochs to train. 0 if ``curve`` determines it.
-        curve: Convergence curve that determines the number of epochs. None if ``epochs`` applies.
+        samples: Samples per epoch, or 0 if unknown.
+        epochs: Number of epochs to train, or 0 if ``curve`` determines it.
+        curve: Convergence curve that determines the number of epochs, or None if ``epochs`` applies.
         host_spread: Standard deviation of a host's step time, as a share of the step time. All ranks on a
             host deviate together.
     """
@@ -103,7 +103,7 @@ class PlanOptions:
         if not load.cores and 0 < on.gpus < self.ranks_per_host:
             raise LaunchError(
                 f"--ranks-per-host {self.ranks_per_host}: {on.name} has {on.gpus} GPUs, and each rank needs "
-                f"one. Use at most {on.gpus}. For more ranks, add machines with --np"
+                f"one. Use at most {on.gpus}. For more ranks, add machines with --np."
             )
         return self.ranks_per_host or on.gpus or max(1, int(on.cores / max(load.cores, 1e-9)))
 
@@ -205,10 +205,10 @@ def from_bench(path: Path) -> Workload:
     except NO_FORMAT as error:
         raise LaunchError(
             f"{path} is not a measurement from `ringdance bench train --output FILE` "
-            f"({type(error).__name__}: {error}). It may be truncated or from another version. Measure again"
+            f"({type(error).__name__}: {error}). It may be truncated or from another version. Measure again."
         ) from None
     if not gradients or compute <= 0:
-        raise LaunchError(f"{path} contains no gradients for the run on {ranks} ranks. Measure again")
+        raise LaunchError(f"{path} contains no gradients for the run on {ranks} ranks. Measure again.")
     deviation = spread(single) if len(single) > 2 else 0.0
     source = (
         f"{path.name}: {model}, batch {batch}, measured on {ranks} rank{'s' * (ranks > 1)}: "
@@ -239,7 +239,7 @@ def from_run(directory: Path, batch: int) -> Workload:
     size = int(last["bytes"] / last["steps"]) // _PARTS
     if not size:
         raise LaunchError(
-            f"{directory} contains no gradient exchanges. A plan needs a run on at least two ranks"
+            f"{directory} contains no gradient exchanges. A plan needs a run on at least two ranks."
         )
     shares = (FORWARD + (1 - FORWARD) * part / _PARTS for part in range(1, _PARTS + 1))
     gradients = [(size, compute * share) for share in shares]
@@ -308,13 +308,13 @@ def choose(
     """Find the smallest number of hosts that meets a deadline, or the number that is fastest within a budget.
 
     Args:
-        row_of: Returns the prediction for a number of hosts.
+        row_of: Predicts the run on a given number of hosts.
         most: Maximum number of hosts.
         deadline: Deadline in hours.
         budget: Budget in dollars.
 
     Returns:
-        The best prediction (None if nothing meets the limit), and all predictions by number of hosts.
+        The best prediction, or None if nothing meets the limit, and all predictions by number of hosts.
     """
     rows: dict[int, Row] = {}
 

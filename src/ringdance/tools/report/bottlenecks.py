@@ -8,7 +8,7 @@ from statistics import fmean
 from ringdance.core.reports import judging
 from ringdance.tools.report.metrics import Rank, RunMetrics
 
-_FEW = 10  # recommend a longer run below this number of steps
+_FEW = 10  # number of steps below which a longer run is recommended
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def trace_of(run: RunMetrics, file: Path | None) -> list[RankTimes]:
-    """Return a run's timeline from ``file``, or if None, from the run's directory. Empty if there is none.
+    """Return a run's timeline from ``file`` or, if None, the run's directory. Returns [] if it has none.
 
     Raises:
         LaunchError: ``file`` contains the timeline of another run.

@@ -52,7 +52,7 @@ class Rank:
     @classmethod
     def of(cls, rows: list[Row]) -> Rank | None:
         """Compute a rank's metrics from its samples. Returns None if no step was measured."""
-        # End at the first sample that includes all steps, because saving and evaluation may follow the steps.
+        # End at the first sample that includes all steps, because saving or evaluation may follow them.
         last = next(row for row in rows if row["steps"] == rows[-1]["steps"])
         stepped = [row for row in rows if row["steps"] and row["steps"] < last["steps"]]
         # Start after the first step, which often includes compilation, unless the run is too short to have
@@ -138,7 +138,7 @@ class RunMetrics:
         return self.in_use(host) - used / cores if cores else 0.0
 
     def mean(self, key: str, host: str = "") -> float:
-        """Return the mean of the gauge ``key`` in the training samples of ``host``. Default: all hosts."""
+        """Return the mean of gauge ``key`` over the training samples from ``host``. Default: all hosts."""
         rows = [row for rank in self.ranks if host in ("", rank.host) for row in rank.training if key in row]
         return fmean([row[key] for row in rows]) if rows else 0.0
 
@@ -157,7 +157,7 @@ def _read(file: Path) -> Iterator[Row]:
         except NO_FORMAT:
             raise LaunchError(
                 f"line {number} of {file} was not written by `ringdance run --output-filename`: "
-                f"{line[:40]!r}. Remove this line, or run the job again"
+                f"{line[:40]!r}. Remove this line, or run the job again."
             ) from None
         yield row
 

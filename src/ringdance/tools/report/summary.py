@@ -25,8 +25,8 @@ Array = NDArray[np.float64]
 Members = dict[int, tuple[float, float]]
 """Start and end of one negotiation, by rank."""
 
-_LATE = 0.05  # a rank is late if it is behind the others by more than this share of a step
-_OFTEN = 0.3  # report a rank if it is late in more than this share of steps
+_LATE = 0.05  # a rank is late if it lags behind the others by more than this fraction of a step
+_OFTEN = 0.3  # fraction of steps above which a late rank is reported
 _RANK = re.compile(r"rank (\d{1,9}) on (.*) \(pid (\d{1,9})\)")
 _THREAD = re.compile(r"rank (\d{1,9})")
 _STEP = re.compile(r"step (\d{1,18})")
@@ -150,7 +150,7 @@ def ranks_of(trace: Trace) -> list[RankTimes]:
 
 
 def summarize(trace: Trace) -> dict[str, Any]:
-    """Return a summary of a trace. All times are in seconds. Times of a rank are means over its steps."""
+    """Summarize a trace. All times are in seconds. A rank's times are means over its steps."""
     ranks = ranks_of(trace)
     tensors, unfinished = _tensors(trace, {rank.rank: rank for rank in ranks})
     marked = any(rank.numbers != [0] for rank in ranks)

@@ -13,7 +13,7 @@ from ringdance.settings.names import RANK_NAMES
 REPORT = "RINGDANCE_SEARCH_REPORT"
 """Environment variable that contains the path of the file to which a trial writes its reports."""
 STOP = ".stop"
-"""Suffix of the file that tells a trial to end. The rest of its path is the path of the reports."""
+"""Suffix that turns the path of the report file into the path of the file that tells a trial to end."""
 
 
 def report(value: float, step: int | None = None) -> None:

@@ -91,7 +91,7 @@ def _search(arguments: argparse.Namespace) -> int:
 def _best(study: Study) -> str:
     """Return a shell command that repeats the best trial, with a new directory for its files."""
     if (best := study.best()) is None:
-        raise LaunchError(f"{study.directory}: no trial has finished yet. Run the search first")
+        raise LaunchError(f"{study.directory}: no trial has finished yet. Run the search first.")
     old, new = ((study.directory / name / f"{best.number:04}").resolve() for name in ("trials", "best"))
     words: list[str] = best.user_attrs["command"]
     if any(str(old) in word for word in words):

@@ -30,8 +30,8 @@ from ringdance.tools.search.space import Reader, fill
 from ringdance.tools.search.study import Study, short, table
 
 _POLL_S = 0.1
-_STOP_S = 5.0  # time for a pruned trial to reach its next report and exit
-_ALONE_S = 1.0  # time for other processes to exit once the trial's main process has exited
+_STOP_S = 5.0  # how long to wait for a pruned trial to reach its next report and exit
+_ALONE_S = 1.0  # how long other processes may outlive the trial's main process
 MARK = "RINGDANCE_SEARCH_TRIAL"
 """Environment variable that all processes of a trial inherit. Its value is the trial's directory."""
 _KILLED = 128 + signal.SIGKILL
@@ -81,7 +81,7 @@ class Attempt:
 
     def start(self, command: Sequence[str], environ: Mapping[str, str]) -> None:
         """Start the trial in a new session. The output of its processes is written to the file ``log``."""
-        shutil.rmtree(self.directory, ignore_errors=True)  # left behind by an interrupted start
+        shutil.rmtree(self.directory, ignore_errors=True)  # may be left behind by an interrupted start
         self.directory.mkdir(parents=True)
         (self.directory / "params.json").write_text(json.dumps(self.trial.params) + "\n")
         words, none = ["/bin/sh", "-c", _SHELL, str(self.exit), *command], subprocess.DEVNULL
@@ -93,7 +93,7 @@ class Attempt:
 
     def code(self) -> int | None:
         """Return the exit code (128 + n after signal n), or None while the trial is running."""
-        if self.exit.exists() and (text := self.exit.read_text().strip()):  # empty after a host crash
+        if self.exit.exists() and (text := self.exit.read_text().strip()):  # may be empty after a host crash
             return int(text)
         return None if self._leader and self._leader.poll() is None else _KILLED
 
@@ -164,7 +164,7 @@ class Searcher:
             while attempt := self._next():
                 self._run(attempt, place)
         except BaseException:
-            self._signals += 1  # makes the other threads end
+            self._signals += 1  # makes the other threads stop
             raise
 
     def _next(self) -> Attempt | None:
@@ -230,7 +230,7 @@ class Searcher:
     # --- outcome of a trial ------------------------------------------------------------------------
 
     def _finish(self, one: Attempt, left: bool = False) -> None:
-        """Record how a trial ended. A killed trial is restarted once.
+        """Record how a trial ended. Restart a killed trial once.
 
         A killed trial that an earlier searcher left behind (``left``) is always restarted.
         """
@@ -255,7 +255,7 @@ class Searcher:
         self._say(one, f"failed: {reason}")
 
     def _set_aside(self, one: Attempt) -> Path:
-        """Move the directory of a failed attempt to ``failed``. Returns the new path of the directory."""
+        """Move a failed attempt's directory to ``failed``. Returns the directory's new path."""
         failed, name = self.study.directory / "failed", one.directory.name
         target = failed / f"{name}.{1 + len(list(failed.glob(f'{name}.*')))}"
         failed.mkdir(exist_ok=True)

@@ -65,7 +65,7 @@ class Space:
         objective: The value to optimize.
         trials: Number of trials to run, including failed ones.
         failures: Number of failed trials after which the search stops.
-        sampler, pruner: Name and options of the Optuna sampler and of the pruner.
+        sampler, pruner: Names and options of the Optuna sampler and pruner.
     """
 
     parameters: Mapping[str, Parameter]

@@ -105,13 +105,13 @@ class Study:
         self.directory.mkdir(parents=True, exist_ok=True)
         lock = self.directory / "ringdance-search.lock"
         if not lock.exists() and any(self.directory.iterdir()):
-            text = "contains other files and is not a study. Pass a new or empty directory with --study"
+            text = "contains other files and is not a study. Pass a new or empty directory with --study."
             raise LaunchError(f"{self.directory} {text}")
         self._lock = open(lock, "a+")  # noqa: SIM115
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            text = "another `ringdance search` is using this study. Wait until it exits, or change --study"
+            text = "another `ringdance search` is using this study. Wait until it exits, or change --study."
             raise LaunchError(f"{self.directory}: {text}") from None
         journal.with_name(f"{journal.name}.lock").unlink(missing_ok=True)
         if journal.exists() and not (data := journal.read_bytes()).endswith(b"\n"):

@@ -78,7 +78,7 @@ class EngineGroup(dist.ProcessGroup):  # type: ignore[misc]
         self._engine, self._number, self._known = weakref.ref(engine), set_id, engine.sets.find(set_id)
         self._options, self._timeout = options, options.timeout
         self._destroyed = False
-        self._coalesced: list[GroupWork] | None = None  # The calls since start_coalescing.
+        self._coalesced: list[GroupWork] | None = None  # Calls made since start_coalescing.
         self._recent: deque[GroupWork] = deque(maxlen=1024)
 
     @property

@@ -37,7 +37,7 @@ _OPERATIONS = {
 }  # fmt: skip
 _jobs = itertools.count()
 _LAST = timedelta(seconds=5)
-_NO_TAG = 1 << 30  # No message uses this tag. See ``_TAGS`` in process_group.py.
+_NO_TAG = 1 << 30  # A tag that no message uses. See ``_TAGS`` in process_group.py.
 
 
 def _tensor(array: Array) -> torch.Tensor:
@@ -56,7 +56,7 @@ class _Started:
     def test(self) -> bool:
         if not self._work.is_completed():
             return False
-        self._work.wait()  # Raises the error if the call failed.
+        self._work.wait()  # Raises an exception if the call failed.
         if self._finish is not None:
             self._finish()
             self._finish = None

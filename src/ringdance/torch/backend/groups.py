@@ -21,7 +21,7 @@ from ringdance.torch.device.communicators import dist
 from ringdance.training import basics, session
 from ringdance.training.startup import launched_size
 
-_attempt = ""  # Prefix of this attempt's keys in the store.
+_attempt = ""  # Prefix for this attempt's keys in the store.
 
 
 def process_set(options: Any) -> int:
@@ -37,7 +37,7 @@ def process_set(options: Any) -> int:
     ranks, rank, size = tuple(options.global_ranks_in_group), options.group_rank, options.group_size
     if list(ranks) != sorted(ranks):
         raise ArgumentError(
-            f'The backend "ringdance" needs ranks in ascending order, but got {list(ranks)}. Remove '
+            f'The "ringdance" backend requires ranks in ascending order, but got {list(ranks)}. Remove '
             "sort_ranks=False from new_group()."
         )
     if not session.is_initialized():
@@ -92,7 +92,7 @@ def _agreed(store: Any, rank: int, size: int) -> str:
             if store.check([f"hello/{other}"]):
                 store.set(store.get(f"hello/{other}").decode(), own)
         time.sleep(0.01)
-    return own  # If some ranks are missing, the next use of the store fails.
+    return own  # If a rank is missing, the next use of the store will fail.
 
 
 def _started_by_torchrun() -> bool:

@@ -32,7 +32,7 @@ _OPERATIONS = {
     "SUM": ReduceOp.SUM, "AVG": ReduceOp.AVERAGE, "MIN": ReduceOp.MIN, "MAX": ReduceOp.MAX,
     "PRODUCT": ReduceOp.PRODUCT,
 }  # fmt: skip
-_TAGS = 1 << 30  # Message tags must be less than this.
+_TAGS = 1 << 30  # Upper bound for message tags, exclusive.
 
 
 class ProcessGroup(EngineGroup):

@@ -35,7 +35,7 @@ from ringdance.training.gradients.cores import wants_overlap
 Finish = Callable[[list[Array]], None]
 
 _NO_TIMEOUT = timedelta(0)
-_PASSES = 64  # Maximum number of backward passes in progress, in different threads or nested.
+_PASSES = 64  # Maximum number of backward passes in progress, whether nested or in different threads.
 
 
 class _Future(torch.futures.Future[Any]):
@@ -90,11 +90,11 @@ class GroupWork(dist.Work):
         self._tensors, self._finish, self._timeout = list(tensors), finish, timeout
         self._expected, self._lock = expected, threading.Lock()
         self._complete = False
-        self._seen = False  # True once the caller has been told that the work is complete.
+        self._seen = False  # True once the caller was told that the work is complete.
         self._error: BaseException | None = None
         self._future: _Future | None = None
         self._settled = False
-        self.in_pass = False  # True if the end of a backward pass waits for this work.
+        self.in_pass = False  # True if this work is awaited at the end of a backward pass.
         for work in works:
             work.when_done(self._one_done)
 
@@ -211,8 +211,8 @@ class GroupWork(dist.Work):
     def is_completed(self) -> bool:
         try:
             if not self._complete and all(work.done() for work in self._works):
-                self._deliver()  # For transfers, or if another thread is about to deliver.
-        except Exception as error:  # A transfer has failed.
+                self._deliver()  # Needed for transfers, or if another thread is about to deliver.
+        except Exception as error:  # Raised if a transfer failed.
             self._deliver(error)
         if not self._complete and self.in_pass:
             self._engine.flush(self._set_id)
@@ -276,7 +276,7 @@ class _Waiter:
 
 # One per process set, so that process sets do not wait for each other.
 _waiters: defaultdict[int, _Waiter] = defaultdict(_Waiter)
-_passes: dict[int, list[GroupWork]] = {}  # For each backward pass, the works to await at its end.
+_passes: dict[int, list[GroupWork]] = {}  # The works to await at the end of each backward pass.
 
 
 @lru_cache(maxsize=1)

@@ -25,13 +25,13 @@ from ringdance.torch.device.streams import enqueue, module_of
 from ringdance.training.checks import know_dtypes
 
 Pairs = Sequence[tuple[Description, Request | None]]
-# The started calls, and a function that returns the results of each request once the calls are complete.
+# Started calls, and a function that returns each request's results once the calls are complete.
 Started = tuple[list[Any], Callable[[], list[list[Tensor]]]]
 
 _DTYPES = know_dtypes(torch)
 _SUMMED = frozenset({torch.uint8, torch.int8, torch.int32, torch.int64})
 _HALVES = frozenset({torch.float16, torch.bfloat16})
-_aborted: list[Any] = []  # Aborted groups, kept alive because their unfinished calls still use tensors.
+_aborted: list[Any] = []  # Keeps aborted groups alive, because their unfinished calls still use tensors.
 
 
 def exchanges(kind: Collective, operation: ReduceOp, scales: tuple[float, float], dtype: torch.dtype) -> bool:
@@ -302,7 +302,7 @@ class TorchExchange:
         if group is None or (agreed and self._stream is None):
             return
         if self._stream is not None and agreed:
-            self._stream.synchronize()  # Otherwise, enqueued calls would be aborted.
+            self._stream.synchronize()  # Without this, enqueued calls would be aborted.
             group.shutdown()
             return
         _aborted.append(group)

@@ -17,7 +17,7 @@ from ringdance.torch.device.exchange import TorchExchange
 from ringdance.torch.device.streams import mark, module_of
 from ringdance.training import session
 
-_last: dict[str, torch.device] = {}  # Device of the last tensor that this rank submitted, by device type.
+_last: dict[str, torch.device] = {}  # Device of this rank's last tensor, by device type.
 
 
 def submitted(tensor: Tensor) -> Any:
@@ -32,8 +32,8 @@ def make_exchange(exchange: Exchange, kind: str) -> Steps:
     on_thread, device = exchange.context.on_thread, torch.device(kind)
     if kind != "cpu":
         module = module_of(device)
-        place = session.engine().local_rank % module.device_count()  # Used if this rank has sent nothing.
-        device = _last.get(kind, torch.device(kind, place))  # This thread's current device is GPU 0.
+        place = session.engine().local_rank % module.device_count()  # Default if this rank has sent nothing.
+        device = _last.get(kind, torch.device(kind, place))  # Explicit, as this thread's device is GPU 0.
         about = module.get_device_properties(device)
         yield from _check_devices(exchange, str(getattr(about, "uuid", device.index)))
     networks = yield from exchange.gather_bytes(communicators.host_and("net").encode())

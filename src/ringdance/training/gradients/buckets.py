@@ -31,8 +31,8 @@ class Bucket:
 
     name: str
     members: tuple[int, ...]
-    expected: tuple[int, ...]  # The gradients that the last exchange reduced. The same on all ranks.
-    lacking: int = 0  # Number of expected gradients still missing, plus unexpected ones computed.
+    expected: tuple[int, ...]  # Gradients that the last exchange reduced, the same on all ranks.
+    lacking: int = 0  # Number of missing expected gradients plus unexpected ones.
     work: Work | None = None
     kinds: bytes = b""  # Kinds of the gradients before an early send, which makes sparse ones dense.
 

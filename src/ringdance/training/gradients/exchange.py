@@ -131,7 +131,7 @@ class GradientExchange:
         self._groups = groups
         self._overlap_changed = False
         exchanges.add(self)
-        self._digest = digest_of("\0".join(names)).hex()  # Does not change when names are added. See extend.
+        self._digest = digest_of("\0".join(names)).hex()  # Stays the same when names are added. See extend.
         self._join()
 
     def _join(self) -> None:
@@ -152,7 +152,7 @@ class GradientExchange:
         self.step = 0
         self.mode = Mode.MASKED
         self.overlap = False  # True once all ranks have agreed, which takes at least one mask.
-        self._trained: set[int] = set()  # Parameters reduced so far, equal on all ranks.
+        self._trained: set[int] = set()  # Parameters reduced so far, the same on all ranks.
         operation, scales = self.operation, self._scales
         call = Call(Collective.ALLREDUCE, self.name, operation, *scales, self.set_id, grouped=True)
         labels.note(f"grouped_allreduce.{self.name}.expected", self.name, "gradients", self.names)
@@ -377,7 +377,7 @@ class GradientExchange:
         self._fast_path.back_off()
 
     def _exchanged(self, union: bytes) -> None:
-        """Record that the gradients in ``union`` have been reduced."""
+        """Record that the gradients in ``union`` were reduced."""
         state = self.state
         if self.operation is not ReduceOp.AVERAGE:
             both = zip(union, state.reduced, strict=True)

@@ -39,7 +39,7 @@ class FastPath:
         call: Call that has the name, process set, operation and scales of the exchange.
 
     Attributes:
-        expected_kinds: Kinds of the gradients agreed on last. Empty if one was sparse.
+        expected_kinds: Kinds of the gradients agreed on last, or empty if one was sparse.
     """
 
     def __init__(self, engine: Engine, source: GradientSource, call: Call) -> None:
@@ -75,7 +75,7 @@ class FastPath:
         """Average the expected gradients. If a rank has different ones, change nothing and return False.
 
         Raises:
-            DifferentStepsError: Ranks are in different steps. Raised on all ranks.
+            DifferentStepsError: Ranks are at different steps. Raised on all ranks.
         """
         views = self._views(computed)
         if views is None:
@@ -87,10 +87,10 @@ class FastPath:
         try:
             work.wait()
         except MismatchError:
-            return False  # A real mismatch also occurs in the exchange by the mask.
+            return False  # A real mismatch will also occur in the exchange by the mask.
         if tag.tolist().count(0) != _TAGS - 1:
             steps = ", ".join(map(str, np.flatnonzero(tag)))
-            raise DifferentStepsError(f"the ranks are in steps {steps} (modulo {_TAGS})")
+            raise DifferentStepsError(f"ranks are at different steps: {steps} (modulo {_TAGS})")
         self._source.write_back(self._indices, self.expected_kinds)
         return True
 

@@ -29,10 +29,10 @@ _log = logging.getLogger("ringdance")
 
 PLACES = 64
 ROW = 1 + PLACES
-_INFINITE = np.float32(1e38)  # Twice this value is still finite in float32.
+_INFINITE = np.float32(1e38)  # Stands for infinity. Twice this value is still finite in float32.
 # TensorFlow and Keras scripts may broadcast after the first step, which may contain several exchanges.
 _LATER = 10
-_TOLERANCE = 1e-3  # Relative to a parameter's largest element. Different CPUs round differently.
+_TOLERANCE = 1e-3  # Relative to a parameter's largest element, because CPUs round differently.
 
 
 class _Exchanges(Counter[_Key]):
@@ -83,7 +83,7 @@ def due(engine: Engine, set_id: int, name: str, at: int = _LATER, anew: bool = F
     if engine.size == 1 or engine.settings.check_weights == "off":
         return False
     counts = _counts_of(engine)
-    key = _key(engine, set_id, name)  # Without the set's id, because ids of removed sets are reused.
+    key = _key(engine, set_id, name)  # Omits the set's id, because ids of removed sets are reused.
     number = counts[key] = 1 if anew else counts[key] + 1
     counts.left[key] = counts.left.get(key, at) - 1
     asked = number == 1 and engine.joins > 0 and key not in counts.done
@@ -96,7 +96,7 @@ def _key(engine: Engine, set_id: int, name: str) -> _Key:
 
 
 def step_of(elements: int) -> int:
-    """Return the step of a slice that selects at most ``PLACES`` of ``elements`` elements."""
+    """Return the slice step with which at most ``PLACES`` of ``elements`` elements are selected."""
     return max(1, -(-elements // PLACES))
 
 

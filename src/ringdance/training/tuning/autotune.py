@@ -40,14 +40,14 @@ from ringdance.training.tuning.search import Dimension, Measured, Outcome, Searc
 _log = logging.getLogger("ringdance")
 
 Values = dict[str, float]
-_LIMIT = 150  # maximum steps of warm-up and search; the comparison with the start values follows
-_FEWEST = 6  # steps before anything changes, so that the ranks see all requests of a step
+_LIMIT = 150  # maximum number of steps for warm-up and search, before the comparison with the start values
+_FEWEST = 6  # steps before anything changes, so that the ranks see all of a step's requests
 _COLUMNS = (
     "hierarchical_allreduce", "hierarchical_allgather", "torus_allreduce", "cache_enabled", "cycle_time_ms",
     "tensor_fusion_threshold", "score", "step", "chunk_bytes", "wire_bytes", "overlap", "intra_op_threads",
     "step_ms", "outcome",
 )  # fmt: skip
-_HALF = ("float16", "bfloat16")  # sums may overflow in one order of addition and not in another
+_HALF = ("float16", "bfloat16")  # dtypes in which a sum may overflow in one order of addition only
 
 _kept: list[dict[str, Any]] = []  # results found in this process, which a restarted job reuses
 
@@ -85,7 +85,7 @@ class Autotuner:
         self._job: dict[str, Any] = {}
         self._file: Values = {}  # values from the --tuned file
         self._own: dict[str, int] = {}  # this rank's original values of tunables
-        self._given: dict[str, int] = {}  # values that the tuner set last, or original ones
+        self._given: dict[str, int] = {}  # values that the tuner last set, or original ones
         self._written = False  # True if the agreed values are a result to reuse
         self._search: Search | None = None
         self._bytes: tuple[int, ...] = (0,)

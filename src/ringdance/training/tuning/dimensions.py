@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from ringdance.training.tuning.search import Dimension
 
 _CYCLES = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0)
-_SKIPS = {"overlap": 4}  # Number of steps after a change until gradients can take the fast path again.
+_SKIPS = {"overlap": 4}  # Number of steps until gradients can take the fast path again after a change.
 
 
 class Tunable(NamedTuple):

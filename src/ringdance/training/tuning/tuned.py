@@ -27,7 +27,7 @@ def hardware_of(hosts: Iterable[str], cores: Iterable[int]) -> dict[str, Any]:
 
     Args:
         hosts: Host of each rank.
-        cores: Number of cores of each rank's host.
+        cores: Core count of each rank's host.
     """
     ranks = list(zip(hosts, cores, strict=True))
     names = dict(ranks)

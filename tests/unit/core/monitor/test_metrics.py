@@ -186,7 +186,7 @@ def test_a_port_that_is_taken_is_said(capfd: pytest.CaptureFixture[str], tmp_pat
         metrics_of(rings(1), address=str(port), directory=str(tmp_path)).leave([os.getpid()])
     assert capfd.readouterr().err == (
         f"ringdance: node1: metrics are not served: port {port}: Address already in use. "
-        "Set RINGDANCE_METRICS_PORT to another port, or to 0 to use any free port\n"
+        "Set RINGDANCE_METRICS_PORT to another port, or to 0 to use any free port.\n"
     )
     assert (tmp_path / "metrics-4.jsonl").exists()
     metrics_of(rings(1), address="0", directory=str(tmp_path / "metrics-4.jsonl"))
