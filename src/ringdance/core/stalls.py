@@ -87,11 +87,7 @@ class StallWatch:
     """
 
     def __init__(
-        self,
-        transport: Transport,
-        settings: Settings,
-        sets: ProcessSets,
-        callers: Callers,
+        self, transport: Transport, settings: Settings, sets: ProcessSets, callers: Callers,
         recorder: Recorder,
     ) -> None:
         self._transport = transport

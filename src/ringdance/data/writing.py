@@ -53,13 +53,8 @@ def write_shard(path: Path, format: str, samples: Iterable[Sample]) -> tuple[Sha
 
 
 def write(
-    path: str | os.PathLike[str],
-    samples: Iterable[tuple[bytes, int]],
-    split: str = "train",
-    *,
-    format: str = "tfrecord",
-    shards: int = 1,
-    classes: Sequence[str] = (),
+    path: str | os.PathLike[str], samples: Iterable[tuple[bytes, int]], split: str = "train", *,
+    format: str = "tfrecord", shards: int = 1, classes: Sequence[str] = (),
 ) -> Dataset:
     """Write a small data set. For large ones, use ``ringdance data prepare``, which writes in parallel.
 

@@ -286,8 +286,7 @@ def alltoall(
 
 def reducescatter(
     array: Any, name: str | None = None, op: int | None = None,
-    process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
 ) -> Any:
     """Reduce ``array`` over all ranks (Average or Sum), and return this rank's share of the rows.
 
@@ -299,8 +298,7 @@ def reducescatter(
 
 def grouped_reducescatter(
     arrays: Values, name: str | None = None, op: int | None = None,
-    process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
 ) -> list[Any]:
     """Reduce and scatter several arrays in one exchange. See ``reducescatter``."""
     call = reducescatter_call(name, None, op, prescale_factor, postscale_factor, process_set, True)

@@ -20,18 +20,10 @@ from ringdance.launch.spec import JobSpec
 
 
 def run(
-    fn: Callable[..., Any],
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
-    np: int = 2,
-    *,
-    hosts: str | None = None,
-    env: Mapping[str, str] | None = None,
-    output_filename: str | os.PathLike[str] | None = None,
-    prefix: bool = True,
-    start_timeout: float = 60.0,
-    grace: float = 30.0,
-    verbose: bool = False,
+    fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, np: int = 2, *,
+    hosts: str | None = None, env: Mapping[str, str] | None = None,
+    output_filename: str | os.PathLike[str] | None = None, prefix: bool = True, start_timeout: float = 60.0,
+    grace: float = 30.0, verbose: bool = False,
 ) -> list[Any]:
     """Call ``fn(*args, **kwargs)`` on ``np`` new ranks and wait for them.
 
@@ -58,16 +50,10 @@ def run(
             the first failure.
     """
     spec = JobSpec(
-        command_of_call(),
-        ranks=np,
-        hosts=parse_hosts(hosts) if hosts else None,
-        exports=env or {},
-        source=f"hosts={hosts}" if hosts else "",
-        style=Style() if prefix else Style(""),
-        output_directory=os.fspath(output_filename) if output_filename else "",
-        start_timeout=start_timeout,
-        grace=grace,
-        verbose=verbose,
+        command_of_call(), ranks=np, hosts=parse_hosts(hosts) if hosts else None, exports=env or {},
+        source=f"hosts={hosts}" if hosts else "", style=Style() if prefix else Style(""),
+        output_directory=os.fspath(output_filename) if output_filename else "", start_timeout=start_timeout,
+        grace=grace, verbose=verbose,
     )
     return call(spec, fn, args, kwargs)
 

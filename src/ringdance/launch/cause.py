@@ -180,9 +180,7 @@ def _reason(ended: Ended) -> str:
 
 
 def judge(
-    marks: Sequence[Cause],
-    ended: Mapping[int, Ended],
-    outside: Sequence[Cause] = (),
+    marks: Sequence[Cause], ended: Mapping[int, Ended], outside: Sequence[Cause] = (),
     mpiexec: int | None = None,
 ) -> Verdict | None:
     """Find the first failure.

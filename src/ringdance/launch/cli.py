@@ -43,10 +43,8 @@ Under mpiexec or srun, run the script directly, without `ringdance run`.
 def parser() -> argparse.ArgumentParser:
     """Return the parser for ``ringdance run``."""
     made = Parser(
-        prog="ringdance run",
-        usage="ringdance run -np N [options] COMMAND [ARGUMENTS...]",
-        description="Run a command as N ranks of one MPI job, on this machine or on several.",
-        epilog=_EPILOG,
+        prog="ringdance run", usage="ringdance run -np N [options] COMMAND [ARGUMENTS...]",
+        description="Run a command as N ranks of one MPI job, on this machine or on several.", epilog=_EPILOG,
     )
     add = made.add_argument
     add("-np", "--num-proc", type=int, metavar="N", help="number of ranks (default: all slots of the hosts)")

@@ -36,14 +36,8 @@ class Job:
     """
 
     def __init__(
-        self,
-        prepared: PreparedJob,
-        screen: Screen,
-        *,
-        id: str = "",
-        stdin: int = -1,
-        files: Mapping[str, bytes] | None = None,
-        results: Results | None = None,
+        self, prepared: PreparedJob, screen: Screen, *, id: str = "", stdin: int = -1,
+        files: Mapping[str, bytes] | None = None, results: Results | None = None,
     ) -> None:
         spec = prepared.spec
         self._output = OutputDirectory(spec.output_directory, spec.timeline, screen.show)

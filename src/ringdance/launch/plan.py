@@ -288,11 +288,8 @@ def _short_of_memory(hosts: Sequence[Host], facts: Mapping[str, HostFacts], mpi:
 def _informed(host: Host, facts: Mapping[str, HostFacts], networks: Networks, cores: int | None) -> Host:
     known = facts.get(host.name)
     return dataclasses.replace(
-        host,
-        local=cores is not None,
-        cores=known.cores if known else cores,
-        devices=known.visible if known else (),
-        interfaces=networks.interfaces.get(host.name, ()),
+        host, local=cores is not None, cores=known.cores if known else cores,
+        devices=known.visible if known else (), interfaces=networks.interfaces.get(host.name, ()),
     )
 
 

@@ -60,9 +60,7 @@ Check = Callable[[PreparedJob, Log], None]
 
 
 def prepare(
-    spec: JobSpec,
-    log: Log = lambda text: None,
-    connect: Callable[..., list[Remote]] = connect,
+    spec: JobSpec, log: Log = lambda text: None, connect: Callable[..., list[Remote]] = connect,
     local: Collection[str] | None = None,
 ) -> PreparedJob:
     """Plan the job and start an agent on every other host. The command must already be resolved.

@@ -45,8 +45,7 @@ TRANSITIONS: Mapping[State, Mapping[Event, State]] = {
     _S.ENDED: {_E.FAILURE: _S.ENDED, _E.OVER: _S.ENDED, _E.STOP: _S.STOPPING, _E.TIMEOUT: _S.CLEANING_REMOTE},
     _S.STOPPING: {_E.OVER: _S.STOPPING, _E.STOP: _S.STOPPING, _E.TIMEOUT: _S.CLEANING_REMOTE},
     _S.CLEANING_REMOTE: {_E.CLEAN: _S.CLEANING_LOCAL, _E.TIMEOUT: _S.CLEANING_LOCAL},
-    _S.CLEANING_LOCAL: {_E.CLEAN: _S.DONE},
-    _S.DONE: {},
+    _S.CLEANING_LOCAL: {_E.CLEAN: _S.DONE}, _S.DONE: {},
 }
 """The next state by state and event. Other events are ignored, except that LOST always leads to DONE.
 

@@ -21,15 +21,8 @@ T = TypeVar("T")
 
 
 def option(
-    help: str,
-    default: Any = None,
-    *flags: str,
-    convert: Callable[[Any], Any] = lambda given: given,
-    minimum: int | None = None,
-    pattern: str = "",
-    form: str = "",
-    key: str = "",
-    **arguments: Any,
+    help: str, default: Any = None, *flags: str, convert: Callable[[Any], Any] = lambda given: given,
+    minimum: int | None = None, pattern: str = "", form: str = "", key: str = "", **arguments: Any,
 ) -> Any:
     """Declare a dataclass field that is also a command-line option.
 

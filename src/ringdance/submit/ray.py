@@ -100,12 +100,8 @@ class RayExecutor:
 
     @classmethod
     def create_settings(
-        cls,
-        timeout_s: float = 30,
-        ssh_identity_file: str | None = None,
-        ssh_str: str | None = None,
-        placement_group_timeout_s: float = 100,
-        nics: Any = None,
+        cls, timeout_s: float = 30, ssh_identity_file: str | None = None, ssh_str: str | None = None,
+        placement_group_timeout_s: float = 100, nics: Any = None,
     ) -> RaySettings:
         """Create the settings for an executor. The ssh parameters have no effect, because ssh is not used.
 
@@ -121,11 +117,8 @@ class RayExecutor:
     # --- start -----------------------------------------------------------------------------------------
 
     def start(
-        self,
-        executable_cls: Callable[..., Any] | None = None,
-        executable_args: _Args = None,
-        executable_kwargs: _Kwargs = None,
-        extra_env_vars: Mapping[str, str] | None = None,
+        self, executable_cls: Callable[..., Any] | None = None, executable_args: _Args = None,
+        executable_kwargs: _Kwargs = None, extra_env_vars: Mapping[str, str] | None = None,
     ) -> None:
         """Reserve the resources and start the ranks.
 

@@ -106,10 +106,8 @@ def _parser(known: Iterable[str]) -> argparse.ArgumentParser:
         for title, group in _COMMANDS.items()
     ]
     parser = Parser(
-        prog="ringdance",
-        description="\n\n".join(["Data-parallel training over many processes.", *groups]),
-        epilog=_EXAMPLES,
-        usage="ringdance [-h] [--version] COMMAND ...",
+        prog="ringdance", description="\n\n".join(["Data-parallel training over many processes.", *groups]),
+        epilog=_EXAMPLES, usage="ringdance [-h] [--version] COMMAND ...",
     )
     parser.add_argument("--version", action="version", version=f"ringdance {__version__}")
     parser.add_argument("command", metavar="COMMAND", choices=known, nargs="?", help=argparse.SUPPRESS)

@@ -88,10 +88,7 @@ def allgather_json(value: Any, name: str, process_set: ProcessSet = global_proce
 
 
 def _allgather(
-    obj: Any,
-    name: str,
-    process_set: ProcessSet,
-    dumps: Callable[[Any], bytes],
+    obj: Any, name: str, process_set: ProcessSet, dumps: Callable[[Any], bytes],
     loads: Callable[[memoryview], Any],
 ) -> list[Any]:
     engine = session.engine()

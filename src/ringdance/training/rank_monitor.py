@@ -63,10 +63,8 @@ class RankMonitor:
             _start_timeline(engine, client)
         if metrics:
             client.metrics(
-                rank=engine.rank,
-                interval=settings.metrics_interval,
-                directory=settings.metrics_dir and os.path.abspath(settings.metrics_dir),
-                anew=first_engine,
+                rank=engine.rank, interval=settings.metrics_interval,
+                directory=settings.metrics_dir and os.path.abspath(settings.metrics_dir), anew=first_engine,
                 address=settings.metrics_port,
             )
         engine.on_check = lambda: self._check(engine)

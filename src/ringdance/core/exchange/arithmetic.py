@@ -117,12 +117,7 @@ class Reduction:
     """
 
     def __init__(
-        self,
-        dtype: np.dtype[Any],
-        operation: ReduceOp,
-        prescale: float,
-        postscale: float,
-        size: int,
+        self, dtype: np.dtype[Any], operation: ReduceOp, prescale: float, postscale: float, size: int,
         weights: Sequence[float] = (),
     ):
         self.pairs = dtype.kind == "c"

@@ -59,14 +59,8 @@ class Window:
     """
 
     def __init__(
-        self,
-        memory: np.ndarray[Any, Any],
-        index: int,
-        members: int,
-        vector_bytes: int,
-        buffer_bytes: int,
-        fence: Callable[[], None],
-        shared: tuple[EventCount, Sequence[int]] | None = None,
+        self, memory: np.ndarray[Any, Any], index: int, members: int, vector_bytes: int, buffer_bytes: int,
+        fence: Callable[[], None], shared: tuple[EventCount, Sequence[int]] | None = None,
     ) -> None:
         self.index = index
         self.members = members

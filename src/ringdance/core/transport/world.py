@@ -25,14 +25,8 @@ from ringdance.errors import ArgumentError, RankLostError, SettingError
 
 
 def world_transport(
-    comm: Any = None,
-    *,
-    window_bytes: int,
-    vector_bytes: int,
-    common: dict[str, Any],
-    least_bytes: int = 0,
-    timeout: float = 30.0,
-    threads: bool = True,
+    comm: Any = None, *, window_bytes: int, vector_bytes: int, common: dict[str, Any], least_bytes: int = 0,
+    timeout: float = 30.0, threads: bool = True,
 ) -> MpiTransport:
     """Initialize MPI if necessary and return the transport of the whole job.
 

@@ -70,13 +70,8 @@ class Programs:
             argv = ["/bin/sh", "-c", command]
         try:
             process = subprocess.Popen(
-                argv,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                env=self._environ,
-                cwd=self._cwd,
-                start_new_session=True,
+                argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                env=self._environ, cwd=self._cwd, start_new_session=True,
             )
         except OSError as error:
             text = f"ringdance: cannot start {(message.get('argv') or argv)[0]}: {error.strerror}\n"

@@ -96,11 +96,7 @@ class Cleanup:
     """
 
     def __init__(
-        self,
-        job: str,
-        directories: Iterable[str],
-        began: float,
-        root: int | None = None,
+        self, job: str, directories: Iterable[str], began: float, root: int | None = None,
         reap: Callable[[], None] = lambda: None,
     ) -> None:
         self._job, self._directories, self._began = job, tuple(directories), began

@@ -370,8 +370,7 @@ def _why(remote: Remote, program: str, python: str) -> _Problem:
         known = (f"{problem}: {fix}" for pattern, problem, fix in SSH_ADVICE if re.search(pattern, output))
         advice = next(known, "try: ssh HOST true")
         return _Problem(
-            f"ssh cannot connect: {error.rstrip('.') or 'no message'}",
-            advice.replace("HOST", remote.host),
+            f"ssh cannot connect: {error.rstrip('.') or 'no message'}", advice.replace("HOST", remote.host),
             temporary="Permission denied" not in error and "verification failed" not in error,
         )
     ended = "has closed its output, but is still running" if code is None else f"exited with code {code}"

@@ -160,8 +160,6 @@ def remote_shell_of(arguments: argparse.Namespace, more: Sequence[str] = ()) -> 
     if arguments.python and not os.path.isabs(arguments.python):
         raise LaunchError(f"--python {arguments.python}: not an absolute path, such as /opt/env/bin/python")
     return RemoteShell(
-        port=arguments.ssh_port,
-        identity=arguments.ssh_identity_file,
-        arguments=(*words, *more),
+        port=arguments.ssh_port, identity=arguments.ssh_identity_file, arguments=(*words, *more),
         python=arguments.python,
     )

@@ -118,8 +118,7 @@ def begin_with(given: argparse.Namespace, model: Any, classes: int) -> str:
 
 
 def train(
-    given: argparse.Namespace, preset: Preset, model: Any, data: Any, loader: Any, split: str,
-    framework: str,
+    given: argparse.Namespace, preset: Preset, model: Any, data: Any, loader: Any, split: str, framework: str,
 ) -> None:
     """Train, or only evaluate, starting from the newest checkpoint if there is one. Then export the model.
 

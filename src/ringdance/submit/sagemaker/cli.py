@@ -64,12 +64,8 @@ def _submit(arguments: argparse.Namespace) -> int:
             raise LaunchError(f"{name} {KEPT_IN_CLEAR}. If it is not a secret, pass --plain {name}.")
     inputs = {name: Input.parse(text) for name, text in pairs("--input", arguments.input).items()}
     estimator = from_arguments(
-        Estimator,
-        arguments,
-        entry_point=arguments.script,
-        hyperparameters=parameters,
-        environment=environment,
-        metric_definitions=metrics,
+        Estimator, arguments, entry_point=arguments.script, hyperparameters=parameters,
+        environment=environment, metric_definitions=metrics,
     )
     if arguments.dry_run:
         request = estimator.request(inputs, arguments.name)

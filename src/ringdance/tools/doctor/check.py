@@ -165,11 +165,7 @@ class _Formatter(string.Formatter):
 
 
 def limit(
-    text: str,
-    wrong: Callable[[HostFacts], Any],
-    fix: str,
-    *,
-    problem: str = "",
+    text: str, wrong: Callable[[HostFacts], Any], fix: str, *, problem: str = "",
     applies: Callable[[HostFacts], Any] = lambda host: True,
 ) -> Callable[[HostFacts], Finding | None]:
     """Build a ``judge`` function that tests a condition on one host.

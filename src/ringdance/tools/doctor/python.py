@@ -116,8 +116,7 @@ def _horovod(host: HostFacts) -> Finding | None:
         )
     return Finding(
         f"horovod {versions['horovod']} is installed, so `import horovod` does not import Ringdance",
-        f"pip uninstall -y horovod, then {_COMPAT}",
-        NOTE,
+        f"pip uninstall -y horovod, then {_COMPAT}", NOTE,
     )
 
 

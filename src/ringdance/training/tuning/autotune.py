@@ -352,8 +352,7 @@ class Autotuner:
                     f"{values['cycle_time']:g}", f"{values['fusion_threshold'] / (1 << 20):g}",
                     f"{nbytes / seconds / 1e6:.3f}" if seconds else "", number,
                     int(values["chunk_bytes"]), int(values["wire_bytes"]), values.get("overlap", ""),
-                    values.get("threads", ""),
-                    f"{seconds * 1e3:.3f}" if seconds else "", what,
+                    values.get("threads", ""), f"{seconds * 1e3:.3f}" if seconds else "", what,
                 ])  # fmt: skip
         if not self._written:  # the result was not compared with the start values
             return
