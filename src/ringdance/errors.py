@@ -5,7 +5,7 @@
     RingdanceError
     ├── SettingError            (ValueError)    the value of a setting is invalid
     ├── ArgumentError           (ValueError)    invalid arguments, detected on the calling rank alone
-    │   └── DuplicateNameError                  an operation with this name is in flight here
+    │   └── DuplicateNameError                  another operation with this name is in flight
     ├── LaunchError             (RuntimeError)  a job could not be started, or it failed
     ├── HostsUpdatedInterrupt   (RuntimeError)  the job's hosts have changed; not a fault
     └── CollectiveError         (RuntimeError)  a collective failed (Horovod: HorovodInternalError)
@@ -43,8 +43,8 @@ def pip_install(*words: str) -> str:
     """Return the command that installs packages into the environment that Ringdance is running in.
 
     Args:
-        words: Package names and options for ``pip install``. Never pass "ringdance" itself: this copy may
-            have been installed from a clone, and anyone can publish a package with that name on an index.
+        words: Package names and options for ``pip install``. Must not include "ringdance" itself, because
+            this copy may come from a clone, and anyone can publish a package with that name on an index.
     """
     return shlex.join([sys.executable or "python3", "-m", "pip", "install", *words])
 
@@ -57,7 +57,7 @@ def optional(
     Args:
         module: Name of the module.
         error: Type to raise if the module is missing.
-        why: Start of the error message, followed by the advice. Default: the ImportError's message.
+        why: Start of the error message, before the install command. Default: the ImportError's message.
         package: Package to install, if its name differs from the module name.
         more: Text appended to the message.
 
@@ -67,7 +67,7 @@ def optional(
     """
     try:
         return importlib.import_module(module)
-    except (ImportError, AttributeError) as missing:  # AttributeError: it was built for an older NumPy
+    except (ImportError, AttributeError) as missing:  # AttributeError: built for an older NumPy
         top = module.partition(".")[0]
         text = f"{why or missing}: {pip_install(package or top)}{more}"
         wanted = (missing.name or "").partition(".")[0]
@@ -79,14 +79,14 @@ def optional(
 class RingdanceError(Exception):
     """Base of all exceptions raised by Ringdance."""
 
-    # Redefined so that subclasses that also derive from ValueError inherit this exact method. TensorFlow
-    # compares it to decide whether it can re-raise an error with the location in the user's function.
+    # Ensures that subclasses that also derive from ValueError inherit ``Exception.__init__``. TensorFlow
+    # checks for this method before it re-raises an error with the location in the user's function.
     if not TYPE_CHECKING:
         __init__ = Exception.__init__
 
 
 class SettingError(RingdanceError, ValueError):
-    """A setting has an invalid value. The message names the setting and where it came from."""
+    """A setting has an invalid value. The message names the setting and the origin of the value."""
 
 
 class ArgumentError(RingdanceError, ValueError):
@@ -94,15 +94,15 @@ class ArgumentError(RingdanceError, ValueError):
 
 
 class DuplicateNameError(ArgumentError):
-    """An operation with this name is in flight on this rank. Wait for it, or use a different name."""
+    """Another operation with this name is in flight on this rank. Wait for it, or use a different name."""
 
 
 class LaunchError(RingdanceError, RuntimeError):
-    """A job could not be started, or one of its ranks failed. The message is ``problem`` and then ``fix``.
+    """A job could not be started, or one of its ranks failed. The message is ``problem``, then ``fix``.
 
     Attributes:
         problem: What is wrong.
-        fix: What to do about it, for callers that show the advice separately. Empty if unknown.
+        fix: What to do about it, or "" if unknown, for callers that show the advice separately.
     """
 
     def __init__(self, problem: str, fix: str = "") -> None:
@@ -111,7 +111,7 @@ class LaunchError(RingdanceError, RuntimeError):
 
 
 class HostsUpdatedInterrupt(RingdanceError, RuntimeError):
-    """The job's hosts have changed. Raise it to leave the training function, which then restarts.
+    """The job's hosts have changed. Raise this exception to restart the training function.
 
     Attributes:
         skip_sync: True if ranks were only removed, so the state does not need to be synchronized.
@@ -151,7 +151,7 @@ class StallError(CollectiveError):
 
 
 class DeadlockError(StallError):
-    """Every rank is waiting for an operation that another rank has not submitted. None can ever complete."""
+    """Every rank is waiting for an operation that another rank has not submitted, so none can complete."""
 
 
 class EngineError(CollectiveError):
@@ -159,7 +159,7 @@ class EngineError(CollectiveError):
 
     @classmethod
     def of(cls, who: object, cause: BaseException) -> EngineError:
-        """Build the error with which all pending operations on the rank ``who`` fail."""
+        """Return the error to raise from all pending operations when the engine on rank ``who`` fails."""
         kind = type(cause).__name__
         text = f"The engine on {who} failed: {kind}: {cause}"
         if not isinstance(cause, Exception):

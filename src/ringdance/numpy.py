@@ -1,10 +1,10 @@
 """Ringdance on NumPy arrays: ``import ringdance.numpy as hvd``.
 
-The dtype for bfloat16 is ``ml_dtypes.bfloat16``. Options of the collectives:
+The dtype for bfloat16 is ``ml_dtypes.bfloat16``. The collectives have these options in common:
 
 - If the input is a list or tuple of arrays, the arrays are exchanged together, and the result is a list.
-- ``out`` receives the results and must have the inputs' shapes and dtypes. Pass the inputs themselves to
-  reduce or broadcast in place, without a copy.
+- ``out`` receives the results and must have the inputs' shapes and dtypes. To reduce or broadcast in place,
+  without a copy, pass the inputs themselves as ``out``.
 - With ``wait=False``, a call immediately returns a handle for ``poll`` and ``synchronize``.
 """
 
@@ -47,10 +47,11 @@ def _view(value: npt.ArrayLike) -> Array:
 def _check_out(arrays: tuple[Array, ...], views: tuple[Array, ...]) -> None:
     for array, view in zip(arrays, views, strict=True):
         if not isinstance(array, np.ndarray) or not (array.flags.c_contiguous and array.flags.writeable):
-            raise ArgumentError("out must consist of contiguous, writable NumPy arrays.")
+            raise ArgumentError("out must be a contiguous, writable NumPy array, or a list of such arrays.")
         if (array.shape, array.dtype) != (view.shape, view.dtype):
             raise ArgumentError(
-                f"out has {array.dtype} {array.shape}, but the result has {view.dtype} {view.shape}."
+                f"out has dtype {array.dtype} and shape {array.shape}, but the result has dtype "
+                f"{view.dtype} and shape {view.shape}."
             )
 
 
@@ -64,7 +65,7 @@ def _run(call: Call, arrays: Any, out: Any = None, wait: bool = True, splits: An
             outputs = tuple(out) if grouped else (out,)
             if grouped or out is not views[0] or not out.flags.writeable:
                 _check_out(outputs, views)
-        elif call.keeps_shapes:  # Allocation by the engine (aligned for TensorFlow) takes 1 µs longer.
+        elif call.keeps_shapes:  # the engine would align the memory for TensorFlow, which takes 1 µs
             outputs = tuple(map(np.empty_like, views)) if grouped else (np.empty_like(views[0]),)
         rows = None if splits is None else (np.asarray(splits),)
     except (ArgumentError, TypeError, ValueError) as error:
@@ -104,7 +105,7 @@ def allreduce(
         wait: If False, return a handle.
 
     Raises:
-        ArgumentError: An argument is wrong. The error may be raised on this rank only.
+        ArgumentError: An argument is invalid. May be raised on this rank only.
         MismatchError: Shapes, dtypes or operations differ between ranks. Raised on all ranks.
     """
     grouped = _is_group(array)
@@ -168,5 +169,5 @@ def join() -> int:
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Return once all ranks in the set have called this function."""
+    """Block until all ranks in the set have called this function."""
     collectives.barrier(session.engine(), set_id(process_set))

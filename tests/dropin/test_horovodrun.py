@@ -261,7 +261,7 @@ def test_ctrl_c_ends_all(program):
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
-        (["true"], 2, "specify -np N"),
+        (["true"], 2, "Specify -np N"),
         (["-np", "2"], 2, "missing COMMAND"),
         (["-np", "2", "-H", "localhost:1", "true"], 2, "-np 2 needs 2 slots, but the hosts given have 1"),
         (
@@ -269,7 +269,7 @@ def test_ctrl_c_ends_all(program):
             2,
             "host elsewhere.invalid: ssh cannot connect",
         ),
-        (["-np", "2", "-H", "localhost", "true"], 2, "not HOST:SLOTS"),
+        (["-np", "2", "-H", "localhost", "true"], 2, "form HOST:SLOTS"),
         (["-np", "2", "-hostfile", "/no/such", "true"], 2, "--hostfile /no/such: No such file"),
         (["-np", "2", "--config-file", "/no/such", "true"], 2, "--config-file /no/such: No such file"),
         (["-np", "2", "--cycle-time-ms", "-1", "true"], 2, "cycle_time_ms=-1.0 must be >= 0"),

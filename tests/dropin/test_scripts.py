@@ -275,7 +275,7 @@ def test_adasum(start: Start, way: str, size: int) -> None:
     done = start(way, size, "adasum", fine=size != 3)
     if size == 3:
         assert done.code != 0
-        assert "so their number must be a power of two, but there are 3" in done.err
+        assert "so the number of ranks must be a power of two, not 3" in done.err
         return
     assert set(done.of_ranks(r"orthogonal .*")) == {f"orthogonal {[2.0] * size}"}
     assert set(done.of_ranks(r"parallel .*")) == {"parallel [3.0, 4.0]"}

@@ -163,11 +163,11 @@ def test_ranks_before_init_are_shown_and_a_foreground_job_cannot_be_stopped(tmp_
     try:
         assert wait_until(lambda: len(list(tmp_path.glob("began.*"))) == 2, 30.0) is not None
         said = explain(str(job.process.pid)).splitlines()
-        assert said[-1] == "All ranks must call init(). Not yet called by ranks 0, 1."
+        assert said[-1] == "All ranks must call init(). It has not been called yet by ranks 0, 1."
         assert said[0].startswith("rank 0 on host ")
         assert said[0].endswith(" s without init())")
         (tmp_path / "init.0").touch()
-        last = "All ranks must call init(). Not yet called by rank 1."
+        last = "All ranks must call init(). It has not been called yet by rank 1."
         assert wait_until(lambda: explain(str(job.process.pid)).splitlines()[-1] == last, 30.0) is not None
         assert "now in init())" in explain(str(job.process.pid))
         shown = json.loads(by_main("status", "--json").stdout)

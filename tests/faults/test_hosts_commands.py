@@ -91,7 +91,7 @@ def test_a_folder_comes_as_it_is(
 ) -> None:
     done = hosts("copy", "-H", "other1,localhost,other2,other3", str(data), "~/own/copy", "--json")
     assert done.returncode == 0, done.stderr
-    assert done.stderr == f"ringdance hosts: {data}/pipe is not a file, directory or link: skipped\n"
+    assert done.stderr == f"ringdance hosts: skipped {data}/pipe, which is not a file, directory or link\n"
     (data / "pipe").unlink()
     wanted = listing(data)
     tops = [apart(name) / "copy" for name in ("other1", "other2", "other3")]
@@ -103,7 +103,7 @@ def test_a_folder_comes_as_it_is(
     )
     again = hosts("copy", *OTHERS, str(data), str(tmp_path / "own" / "copy"))
     assert "0 files, 0 bytes, to 3 hosts" in again.stdout
-    assert "4 were there already" in again.stdout
+    assert "4 were already up to date" in again.stdout
     # Only --checksum notices a file with the same size and time but different contents.
     victim = apart("other2") / "copy" / "big"
     status = victim.stat()
@@ -190,9 +190,9 @@ def test_a_host_that_dies_in_the_middle_does_not_stop_the_others(
     ("words", "said"),
     [
         (("copy", *OTHERS, "nothing-there"), "nothing-there: No such file or directory"),
-        (("copy", "-H", "other1", "/etc/hostname", "/tmp"), "/tmp is a directory here. To copy into it"),
+        (("copy", "-H", "other1", "/etc/hostname", "/tmp"), "/tmp is a directory on this host. To copy"),
         (("copy", "-H", "other1", "/etc/hostname", "/proc/no/x"), "host other1: /proc/no"),
-        (("copy", "/etc/hostname"), "missing hosts: pass -H node1,node2"),
+        (("copy", "/etc/hostname"), "no hosts were given. Pass -H node1,node2"),
         (("copy", "-H=-oProxyCommand=x", "/etc/hostname"), "-oProxyCommand=x"),
         (("copy", "-H", "other1;x", "/etc/hostname"), "other1;x"),
         (("copy", "-H", "nowhere", "/etc/hostname"), "host nowhere: ssh cannot connect: ssh: Could not"),

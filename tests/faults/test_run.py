@@ -639,7 +639,7 @@ def test_a_reader_that_leaves_ends_the_job(program: Callable[[str], str]) -> Non
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
-        (["true"], 2, "specify -np N"),
+        (["true"], 2, "Specify -np N"),
         (["-np", "2"], 2, "missing COMMAND"),
         (["-np", "0", "true"], 2, "1 or more"),
         (["-np", "5", "-H", "localhost:4", "true"], 2, "needs 5 slots, but the hosts given have 4"),
@@ -763,5 +763,5 @@ def test_no_directory_for_temporary_files_is_told_in_a_line(tmp_path: Path) -> N
     assert done.returncode == 2
     assert done.stderr.splitlines() == [
         "ringdance run: no directory for temporary files (/no-such-directory: it does not exist; "
-        "/tmp: it is not writable; /var/tmp: it is not writable). Set TMPDIR to a writable directory"
+        "/tmp: it is not writable; /var/tmp: it is not writable). Set TMPDIR to a writable directory."
     ]

@@ -173,7 +173,7 @@ def test_failed_trials_are_kept_apart_and_end_the_search(tmp_path: Path) -> None
     out, _ = running.communicate(timeout=60)
     assert running.returncode == 1
     assert "exit code 1 (space.search/failed/0001.1/log)" in out
-    assert "no loss was found by loss (\\S+) (space.search/failed/0000.1/log)" in out
+    assert "no value of loss was found by loss (\\S+) (space.search/failed/0000.1/log)" in out
     assert "The search stops, because too many trials have failed" in out
     assert (tmp_path / "space.search/failed/0001.1/log").read_text() == "no metric\n"
     assert not list((tmp_path / "space.search/trials").iterdir())
@@ -200,7 +200,7 @@ def test_a_pruned_trial_ends_at_its_next_report_or_is_ended(tmp_path: Path) -> N
     assert "trial 0: objective 0" in done.stdout, done.stdout + done.stderr
     assert "4 trials: 1 finished, 3 pruned; best objective 0, trial 0" in done.stdout
     assert "ringdance run -np 2 python trial.py" in done.stdout
-    assert "this trial is pruned" in (tmp_path / "space.search/trials/0002/log").read_text()
+    assert "this trial has been pruned" in (tmp_path / "space.search/trials/0002/log").read_text()
 
 
 EARLY = """\
@@ -271,7 +271,7 @@ def test_what_is_no_failure_or_no_number(tmp_path: Path, capsys: pytest.CaptureF
     assert "8 trials: 1 finished, 7 failed; best loss 7, trial 7" in out, out
     assert main(["search", "show", str(tmp_path / "space.search")]) == 0
     shown = capsys.readouterr().out
-    assert "trial 0 failed: no loss was found by loss (\\S+)|[/a]$" in shown
+    assert "trial 0 failed: no value of loss was found by loss (\\S+)|[/a]$" in shown
     assert "trial 6 failed: exit code 255" in shown
     assert "trial 5 failed: loss is nan" in shown
 

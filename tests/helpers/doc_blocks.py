@@ -106,7 +106,8 @@ class Block:
         if self.language == "sh":
             return [(line, "") for line in self.text.splitlines() if line and not line.startswith("#")]
         commands: list[tuple[str, str]] = []
-        for line in self.text.splitlines(keepends=True):
+        text = re.sub(r" \\\n +", " ", self.text)  # long commands are continued with a backslash
+        for line in text.splitlines(keepends=True):
             if line.startswith("$ "):
                 commands.append((line[2:].rstrip("\n"), ""))
             else:

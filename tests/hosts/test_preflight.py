@@ -42,7 +42,7 @@ def test_a_host_without_shared_memory(run: Run, three_hosts: Hosts) -> None:
     assert done.stdout == ""
     assert "cannot start:\n  host h2: /dev/shm has 4 KiB" in done.stderr, done.stderr
     assert "fix: start the container with --shm-size" in done.stderr
-    assert "start anyway: --no-check" in done.stderr
+    assert "start anyway, pass --no-check" in done.stderr
     assert "h3" not in done.stderr
     assert [three_hosts.processes(name) for name in three_hosts.names] == [{}, {}, {}]
     assert run("--no-check").stdout.count(MARK) == 3

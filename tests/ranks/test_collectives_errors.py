@@ -194,7 +194,7 @@ WRONG_ALONE: dict[str, tuple[Callable[..., Any], Callable[..., Any], str]] = {
     "operation": (hvd.allreduce, lambda x, **k: hvd.allreduce(x, op="sum", **k), "op='sum' is not one of"),
     "not a number": (hvd.reducescatter, lambda x, **k: hvd.reducescatter(x, prescale_factor="a", **k), "'a'"),
     "in place": (hvd.allreduce, lambda x, **k: hvd.allreduce(x, **k, out=np.ones(8)[::2]), "contiguous"),
-    "another out": (hvd.allreduce, lambda x, **k: hvd.allreduce(x, **k, out=np.ones(5)), "out has float64"),
+    "another out": (hvd.allreduce, lambda x, **k: hvd.allreduce(x, **k, out=np.ones(5)), "out has dtype"),
     "no Max": (hvd.reducescatter, lambda x, **k: hvd.reducescatter(x, op=hvd.Max, **k), "not Max"),
 }
 

@@ -112,7 +112,7 @@ def test_a_communicator_as_comm() -> None:
 def test_static_sets_and_better_ones_after_a_refusal() -> None:
     first, rest = hvd.ProcessSet([0]), hvd.ProcessSet(range(SIZE - 1, 0, -1))
     for wrong in ([first, hvd.ProcessSet([0])], [first, hvd.ProcessSet(range(SIZE))]):
-        with pytest.raises(ValueError, match="must have different ranks"):
+        with pytest.raises(ValueError, match=r"must differ|already exists"):
             hvd.init(process_sets=wrong)
         assert first.process_set_id is None
         assert hvd.is_initialized()
@@ -169,7 +169,7 @@ def test_sets_made_from_communicators() -> None:
         [hvd.ProcessSet(turned.Dup())],
         [mine, hvd.ProcessSet([turned.Get_rank()]), hvd.ProcessSet([turned.Get_rank()])],
     ):
-        with pytest.raises(ValueError, match=r"must have different ranks|differs between ranks"):
+        with pytest.raises(ValueError, match=r"must differ|already exists|differs between ranks"):
             hvd.init(comm=turned, process_sets=wrong)
     hvd.init(comm=turned, process_sets=[mine])
     assert hvd.rank() == SIZE - 1 - RANK

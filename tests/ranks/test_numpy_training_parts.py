@@ -93,7 +93,7 @@ def test_errors_with_a_table_are_on_all_ranks(sharded: bool, tmp_path: Path) -> 
         (directory / "checkpoint-00000003.npy").write_bytes(b"")
     with pytest.raises(hvd.CheckpointError, match=r"checkpoint-00000003\.npy has 0 bytes instead of"):
         saved.read(3, table)
-    with pytest.raises(hvd.CheckpointError, match=r"no complete checkpoint 5\. Complete: 2; damaged: 3"):
+    with pytest.raises(hvd.CheckpointError, match=r"no complete checkpoint 5\. Complete: 2\. Damaged: 3"):
         saved.read(5)
     if RANK == 0:
         directory.rename(directory.with_suffix(".moved"))

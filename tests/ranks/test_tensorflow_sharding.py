@@ -108,7 +108,7 @@ def check_epochs(data: Any, length: int, ends: str) -> None:
 
 
 def test_wrong_arguments() -> None:
-    with pytest.raises(ArgumentError, match="Pass a buffer size"):
+    with pytest.raises(ArgumentError, match="pass a buffer size"):
         hvd.shard(unknown(9), ends="pad", shuffle=True)
     with pytest.raises(ArgumentError, match="same number of rows"):
         hvd.shard((tf.zeros(3), tf.zeros(4)), ends="pad")

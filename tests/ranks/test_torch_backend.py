@@ -582,8 +582,8 @@ def wrong_on_one_rank() -> dict[str, tuple[str, Callable[[], Any]]]:
     first, whole, premul = torch.ones(2), torch.ones(2 * SIZE), dist._make_nccl_premul_sum(2.0)
     return {
         "dtype": ("NumPy has no such type", lambda: dist.all_reduce(first.to(torch.float8_e4m3fn))),
-        "operation": ("not by PREMUL_SUM", lambda: dist.all_reduce(first, premul)),
-        "bits": ("not by BAND", lambda: dist.all_reduce(first.int(), dist.ReduceOp.BAND)),
+        "operation": ("support ReduceOp.PREMUL_SUM", lambda: dist.all_reduce(first, premul)),
+        "bits": ("support ReduceOp.BAND", lambda: dist.all_reduce(first.int(), dist.ReduceOp.BAND)),
         "root": ("7 does not", lambda: dist.broadcast(first, 7)),
         "root of reduce": ("7 does not", lambda: WORLD.reduce([first], _options(dist.ReduceOptions, 7))),
         "root of gather": (

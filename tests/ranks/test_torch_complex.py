@@ -68,9 +68,9 @@ def test_views_that_conjugate_negate_or_stride() -> None:
         hvd.broadcast_parameters(state, 0)
         near(state["weight"], view(mine(0)))
     for view in (torch.conj, torch._neg_view):
-        with pytest.raises(ValueError, match="conjugates or negates"):
+        with pytest.raises(ValueError, match="conjugated or negated"):
             hvd.allreduce_(view(mine()))
-        with pytest.raises(ValueError, match="conjugates or negates"):
+        with pytest.raises(ValueError, match="conjugated or negated"):
             hvd.broadcast_(view(mine()), 0)
 
 

@@ -1,1 +1,1 @@
-"""The engine: submit → agree → batch → exchange → done. Independent of frameworks and the environment."""
+"""The engine, which is independent of frameworks: submit → agree → batch → exchange → done."""

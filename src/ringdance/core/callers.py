@@ -2,7 +2,7 @@
 
 Note [Certain deadlocks]
     A deadlock ends a job, so a rank counts as *blocked* only if no thread of its process can ever continue.
-    For this, each thread must be in one of these states:
+    This requires every thread to be in one of these states:
 
     - It has called ``Work.wait`` without a timeout, or it is an engine thread.
     - It sleeps in a private futex without a timeout, so only another thread of its process can wake it.
@@ -10,8 +10,8 @@ Note [Certain deadlocks]
       into C that wait for either of them.
     - It has no Python frames, and it is not running. If another thread is in a call into C, that call may be
       waiting for such a thread, which may in turn be waiting for data from the network. In this case, threads
-      without Python frames must also sleep in a futex. Threads that existed before the first engine (MPI's)
-      are an exception: it is enough that they have not run.
+      without Python frames must also sleep in a futex. Threads that existed before the first engine started
+      (MPI's threads) are exempt: they may wait in any system call, provided that they do not run.
 
     A rank stays blocked until a wait starts, a request is submitted, or a sleeping thread runs. If all ranks
     are blocked at the same time, and no operation can start, no rank can ever continue. If it is uncertain
@@ -38,7 +38,7 @@ from ringdance.core.request import Work
 from ringdance.core.transfers import Transfer
 
 _IN_WAITS = ("ringdance", "threading", "json")  # packages whose frames may be on a waiting thread's stack
-_LOCKS = frozenset({"threading", "concurrent"})  # packages whose calls into C wait only for Python's locks
+_LOCKS = frozenset({"threading", "concurrent"})  # packages whose calls into C wait only for Python locks
 _TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
 _early_threads = functools.cache(task_ids)  # threads that existed when the first engine started
 
@@ -50,12 +50,12 @@ class Callers:
     or assignment, so no lock is needed.
 
     Attributes:
-        waiting: Works that threads are waiting for, with one key per wait. While any thread waits, all
-            pending requests of all sets are due, because two ranks may wait for the same two sets in
-            different orders.
+        waiting: Works that threads are waiting for, by a key that is unique to each wait. While any thread
+            waits, all pending requests of all sets are due, because two ranks may wait for the same two
+            sets in different orders.
         submitted: Time of the last submission (monotonic).
-        transfers: Messages that threads are waiting for, with one key per wait.
-        messages: Number of completed waits for messages.
+        transfers: Messages that threads are waiting for, by a key that is unique to each wait.
+        messages: Number of waits for messages that have ended.
     """
 
     def __init__(self) -> None:
@@ -79,10 +79,11 @@ class Callers:
 
         Returns:
             ``blocked``: True if this rank is blocked, see Note [Certain deadlocks]. ``still``: Seconds
-            spent in this state with the same waits. ``quiet``: Seconds since the last submission.
+            since the threads' states, the waits or the last submission changed. ``quiet``: Seconds since
+            the last submission.
         """
         now, threads = time.monotonic(), self._threads()
-        # The state keeps the keys of the waits alive, so the keys of later waits are different objects.
+        # The state holds references to the keys of the waits, so no later wait can reuse one of these keys.
         state = threads and (threads, tuple(list(self.waiting)), self.submitted)
         if not state or state != self._state:
             self._state, self._since = state, now
@@ -92,10 +93,11 @@ class Callers:
     def _threads(self) -> list[tuple[int, int]] | None:
         """Return the threads that are not waiting for a Work, or None if any thread can continue.
 
-        Each thread is returned with the time from ``wakeable``, or with 0 if that time does not matter.
+        Each entry is a thread's kernel id and its time from ``wakeable``, or 0 if the time does not matter.
         """
         numbers = {thread.ident: thread.native_id or 0 for thread in threading.enumerate()}
-        # A negative number stands for a C thread that calls Python. Its kernel thread id is unknown.
+        # Threads created in C that have called into Python get a negative key, because their kernel thread
+        # ids are unknown.
         frames = {numbers.get(ident, -ident): frame for ident, frame in sys._current_frames().items()}
         waiting = {number for number, frame in frames.items() if _waits(frame)}
         callers = {number: _package(frame) for number, frame in frames.items() if number not in waiting}

@@ -31,7 +31,7 @@ class AgreedRequest:
 
 
 def _request(item: AgreedRequest) -> Request:
-    """Return the item's request or, if this rank has joined, one whose inputs cannot affect the result."""
+    """Return the item's request or, if this rank has joined, a request filled with neutral elements."""
     if item.work is not None:
         return item.work.request
     d = item.description
@@ -49,7 +49,7 @@ def _outputs(request: Request) -> list[Array]:
 
 
 def _output(request: Request, index: int, shape: tuple[int, ...]) -> Array:
-    """Return the array for a result: the caller's if it has the right shape and dtype, or a new one."""
+    """Return the caller's output array if its shape and dtype fit the result, otherwise a new array."""
     provided = None if request.outputs is None else request.outputs[index]
     if provided is not None and provided.shape == shape and provided.dtype == request.inputs[index].dtype:
         return provided
@@ -80,7 +80,7 @@ def execute(exchange: Exchange, members: Sequence[int], batch: Sequence[AgreedRe
             results.append((yield from _alltoall(exchange, request, item.work)))
         elif d.kind == Collective.REDUCESCATTER:
             results.append((yield from _reducescatter(exchange, request)))
-        elif d.kind == Collective.BARRIER:  # the round has already synchronized the members
+        elif d.kind == Collective.BARRIER:  # nothing to do, as the round has synchronized the members
             results.append([])
         else:
             raise _not_executed(d.kind)
@@ -99,12 +99,12 @@ def _zero_dim_error(name: str, description: Description) -> MismatchError:
 
 
 def _numbers(views: Sequence[Array], how: Reduction) -> Sequence[Array]:
-    """View contiguous arrays as the numbers to reduce: complex numbers as pairs of floats, others as is."""
+    """View contiguous complex arrays as flat arrays of floats. Returns all other arrays unchanged."""
     return [view.reshape(-1).view(how.dtype) for view in views] if how.pairs else views
 
 
 def allreduce_flat(exchange: Exchange, requests: Sequence[Request], how: Reduction) -> Steps:
-    """Reduce requests that have the same dtype. Returns the outputs for each request."""
+    """Execute all-reduces that have the same dtype. Returns a list of outputs for each request."""
     if len(requests) == 1 and len(requests[0].inputs) == 1:
         source = requests[0].inputs[0]
         provided = requests[0].outputs
@@ -121,7 +121,7 @@ def allreduce_flat(exchange: Exchange, requests: Sequence[Request], how: Reducti
 
 
 def _flatten(requests: Sequence[Request]) -> tuple[list[list[Array]], list[Array], list[Array]]:
-    """Return the outputs of each request, then all inputs and all outputs as flat arrays."""
+    """Return each request's outputs, and flat views of all inputs and of all outputs."""
     outputs = [_outputs(request) for request in requests]
     inputs = [view.reshape(-1) for request in requests for view in request.inputs]
     return outputs, inputs, [view.reshape(-1) for group in outputs for view in group]
@@ -183,7 +183,7 @@ def _alltoall(exchange: Exchange, request: Request, work: Work | None) -> Steps:
     outputs, received = [], []
     for i, view in enumerate(request.inputs):
         row_bytes = math.prod(view.shape[1:]) * view.dtype.itemsize
-        matrix = [row[i * size : (i + 1) * size] for row in table]  # [from][to], in rows
+        matrix = [row[i * size : (i + 1) * size] for row in table]  # number of rows, by sender and receiver
         incoming = [row[exchange.rank] for row in matrix]
         output = _output(request, i, (sum(incoming), *view.shape[1:]))
         sends = _cut(as_bytes(view), [n * row_bytes for n in matrix[exchange.rank]])
@@ -197,7 +197,7 @@ def _alltoall(exchange: Exchange, request: Request, work: Work | None) -> Steps:
 
 
 def _cut(rows: Array, counts: Iterable[int]) -> list[Array]:
-    """Split an array along its first dimension into parts of ``counts`` rows."""
+    """Split an array along its first dimension. Part i has ``counts[i]`` rows."""
     ends = list(accumulate(counts, initial=0))
     return [rows[start:end] for start, end in pairwise(ends)]
 
@@ -217,7 +217,7 @@ def _reducescatter(exchange: Exchange, request: Request) -> Steps:
 
 
 def complete_alone(work: Work, rank: int, change_set: Callable[[Description], int]) -> None:
-    """Complete a request of a process set whose only member is this rank.
+    """Complete a request to a process set whose only member is this rank.
 
     Args:
         work: The request's Work.
@@ -236,7 +236,7 @@ def complete_alone(work: Work, rank: int, change_set: Callable[[Description], in
 
 
 def _execute_alone(work: Work) -> list[Array]:
-    """Return the results, which are the inputs, scaled if the request asks for it."""
+    """Return the results of a request without peers: the inputs, scaled if requested."""
     request, d = work.request, work.request.description
     if d.kind == Collective.ALLTOALL:
         assert request.splits is not None

@@ -1,7 +1,7 @@
 """How a rank's engine ends: by agreement or with an error.
 
 Note [Ends]
-    An engine ends only once. All methods in this table except the last one run while no other thread is
+    An engine ends only once. All methods in this table except ``disown`` run while no other thread is
     stepping the engine: they are called in a step, or by ``Stepper.exclusively``. Therefore, only one thread
     at a time sends notes, fails pending work and frees communicators.
 
@@ -48,9 +48,9 @@ from ringdance.errors import (
     StallError,
 )
 
-_OF_NOTES = {"StallError": StallError, "DeadlockError": DeadlockError}  # for other errors, RankLostError
-_FIGURES_S = 1.0  # long enough, because all ranks send their figures at the same time
-_REASON_S = 0.2  # time to wait for the note that says why another rank stops
+_OF_NOTES = {"StallError": StallError, "DeadlockError": DeadlockError}  # any other name means RankLostError
+_FIGURES_S = 1.0  # how long rank 0 waits for the other ranks' figures; all ranks send theirs at the same time
+_REASON_S = 0.2  # how long to wait for the note that says why another rank stopped
 
 
 @dataclass(eq=False)
@@ -70,8 +70,8 @@ class EngineEnd:
         stopped_first: True if this rank asked to stop before it received another rank's request.
         unclean: True if a thread of any rank was still waiting for an operation when the engines stopped.
         incomplete: Names of this rank's operations that were not complete when the engine stopped.
-        departed: Text that identifies a rank whose program has exited. In this case, the job cannot be
-            restarted. "" if there is none.
+        departed: Name, host and process id of a rank whose program has exited, so that the job cannot be
+            restarted. "" if no program has exited.
     """
 
     transport: Transport
@@ -96,7 +96,7 @@ class EngineEnd:
 
     def ask_to_stop(self, reason: str, departing: bool) -> None:
         """Ask all ranks to stop. See ``Engine.shutdown``."""
-        if self.closed:  # the engine was closed while this thread waited for its turn
+        if self.closed:  # the engine was closed while this thread waited for another thread's step
             return
         self.stopped_first = not self._reason
         departed = str(self._identity) if departing else ""
@@ -104,7 +104,7 @@ class EngineEnd:
         self.stop(f"{self._identity} {reason}")
 
     def _on_stop(self, rank: int, note: Note) -> None:
-        """Handle a peer's note "stop"."""
+        """Handle a note of kind "stop" from a peer."""
         self.departed = self.departed or note["departed"]
         self.stop(f"{self.transport.identities[rank]} {note['reason']}")
 
@@ -115,7 +115,7 @@ class EngineEnd:
             state.stopping = True
 
     def close(self) -> None:
-        """Free everything after all sets have agreed to stop."""
+        """Fail pending work and free all communicators, after all sets have agreed to stop."""
         self.closed = True
         self.peers.read_notes()  # in a short job, the note from rank 0's monitor may still be unread
         self._exchange_figures()
@@ -145,7 +145,7 @@ class EngineEnd:
         summary, limit = self.summary, time.monotonic() + _FIGURES_S
         self.recorder.publish()
         if self._identity.rank:
-            if summary.wanted(0.5):  # lenient, because rank 0 decides by its own clock
+            if summary.wanted(0.5):  # a lower threshold, because rank 0 decides by its own clock
                 self.peers.post(0, {"kind": "figures", "figures": summary.figures()})
             return
         while summary.wanted() and not summary.complete and time.monotonic() < limit:
@@ -157,8 +157,8 @@ class EngineEnd:
 
         Args:
             error: Reason for the failure.
-            departed: The rank whose program has exited. "" if there is none.
-            notify: If True, send a note to the peers, who do not know of the failure yet.
+            departed: The rank whose program has exited, or "" if no program has exited.
+            notify: Send the error to the peers. Pass False if a peer already reported it.
         """
         if self.closed:
             return
@@ -171,7 +171,7 @@ class EngineEnd:
             kind = type(error).__name__
             note = {"kind": "failed", "message": message, "departed": self.departed, "error": kind}
             self.peers.post_all(note)
-        # The rank that detected the failure shows this error, unless the failure is its own exception.
+        # Only the rank that detected the failure shows this error, unless its own exception was the cause.
         named = notify and departed != str(self._identity)
         path = self.recorder.dump(self._identity, message, pending, named)
         if path and error.args:
@@ -183,7 +183,7 @@ class EngineEnd:
         self.stop_work.finish(error=None)
 
     def _on_failed(self, rank: int, note: Note) -> None:
-        """Handle a peer's note "failed"."""
+        """Handle a note of kind "failed" from a peer."""
         error = _OF_NOTES.get(note["error"], RankLostError)(note["message"])
         self.fail(error, departed=note["departed"], notify=False)
 
@@ -196,7 +196,7 @@ class EngineEnd:
         self.fail(error, departed=who)
 
     def fail_by(self, error: BaseException) -> None:
-        """Fail because of an error, with RankLostError if the error shows that a rank has died."""
+        """Fail with an error, or with RankLostError if the error shows that a rank has died."""
         if isinstance(error, CollectiveError):
             self.fail(error)
             return
@@ -210,7 +210,7 @@ class EngineEnd:
             self.fail_lost(who or "A rank")
 
     def abandon(self, work: Work) -> None:
-        """After the engine has ended, fail a Work that an interrupt has removed from all collections."""
+        """Fail a Work that an interrupt kept out of all collections. Called after the engine has ended."""
         if not work.done():
             work.finish(error=None if work is self.stop_work else self.error())
 

@@ -1,4 +1,4 @@
-"""The engine of one rank: accepts requests, has its process sets agree on them and execute them.
+"""The engine of one rank. It accepts requests, which its process sets agree on and execute.
 
 The engine has no module-level state, so the n engines of a loopback world can run in one process. Waiting
 threads and the engine's own thread step it (see ``progress``). For how it ends, see Note [Ends] in ``ends``.
@@ -79,7 +79,7 @@ class Engine:
         self.report = report or (lambda text: None)
         self.joins = 0  # number of times that all ranks have joined
         self._stop_work = Work(Request(Description(Collective.BARRIER)), "shutdown", self._wait)
-        self._lock = threading.RLock()  # reentrant: a signal handler may submit while its thread has it
+        self._lock = threading.RLock()  # reentrant: a signal handler may submit while its thread holds it
         self.summary = RunSummary(self.recorder.words, settings.summary_time, self.size)
         self.context = Context(self.recorder)
         self.callers = Callers()
@@ -147,10 +147,12 @@ class Engine:
         name = request.name
         work = Work(request, name or "", self._wait)
         with self._lock:
-            if state.stopped or self.end.closed:  # check again, because this Work would never be done
+            if state.stopped or self.end.closed:  # check again under the lock, or this Work may hang
                 if self.end.closed or not request.set_id:
                     raise self.end.error()
-                raise ProcessSetRemovedError(f"Process set {request.set_id} is being removed.")
+                raise ProcessSetRemovedError(
+                    f"Process set {request.set_id} is being removed and accepts no more requests."
+                )
             state.pending.add(work, name, wake)
         self.callers.submitted = work.submitted
         if self.recorder.detail:
@@ -163,7 +165,7 @@ class Engine:
     def refuse(self, request: Request, message: str) -> None:
         """Make requests with this name fail on the peers, because this rank's call was invalid.
 
-        Used for argument errors that only this rank can see. The caller raises the error with ``message``.
+        Used for argument errors that only this rank can detect. The caller raises the error with ``message``.
         """
         known = self.sets.registered.get(request.set_id)
         if known is None or known.state is None or self.end.closed:
@@ -197,9 +199,9 @@ class Engine:
                     self._wait(work, timeout, ())
                 return
         waiting, progress_engine, me = self.callers.waiting, self._progress_engine, object()
-        if progress_engine is None:  # a Work from before the fork
+        if progress_engine is None:  # the Work was submitted before this process was forked
             raise self.end.error()
-        try:  # Ctrl-C after any of these statements leaves nothing behind: Note [Interrupts]
+        try:  # Ctrl-C between any two of these statements is safe, see Note [Interrupts]
             waiting[me] = work
             progress_engine.wait(work, timeout)
         finally:
@@ -245,13 +247,13 @@ class Engine:
         if self._progress_engine is None:
             self.sets.add_group(set_id, ranks)
             return set_id
-        while not self._exclusively(self.sets.add_group, set_id, ranks):  # retry: the peers are waiting
+        while not self._exclusively(self.sets.add_group, set_id, ranks):  # peers wait, so retry
             if self.end.closed:
                 raise self.end.error()
         return set_id
 
     def group_numbers(self) -> list[int]:
-        """Return the numbers of this rank's sets that were made by ``add_group``."""
+        """Return the numbers of the sets that this rank has made with ``add_group``."""
         return [set_id - FIRST_GROUP for set_id in self.sets.ranks() if set_id >= FIRST_GROUP]
 
     def leave_group(self, set_id: int) -> None:
@@ -274,7 +276,7 @@ class Engine:
         return self._progress_engine is not None and self._stepper.exclusively(call, *arguments, end=end)
 
     def post_all(self, note: Note) -> None:
-        """Send a note to all other ranks that can be reached."""
+        """Send a note to all other ranks. Ranks that cannot be reached are skipped."""
         self._exclusively(self._peers.post_all, note)
 
     @contextlib.contextmanager
@@ -288,7 +290,7 @@ class Engine:
             for name, until in outer:
                 end = self._peers.pause, name, max(0.0, until - time.monotonic())
                 while not self._exclusively(*end) and not self.end.closed:
-                    pass  # retry: otherwise, no rank would report stalls until the pause times out
+                    pass  # retry, because otherwise stalls would not be reported until the pause times out
 
     def leave(self, message: str) -> None:
         """Stop this rank because of an error. The other ranks fail with RankLostError."""
@@ -296,7 +298,7 @@ class Engine:
         self._exclusively(lambda: self.end.fail(error, departed=who), end=True)
 
     def give_up(self, set_id: int, number: int, message: str) -> None:
-        """Fail a request that this rank no longer waits for, and everything after it, on all ranks.
+        """Fail a request that this rank has stopped waiting for, and all later requests, on all ranks.
 
         If the request is pending in a group made by ``add_group``, only the group fails, with
         ProcessSetRemovedError. Otherwise the engine fails with StallError, because a request that is being
@@ -304,7 +306,7 @@ class Engine:
 
         Args:
             set_id: The process set.
-            number: The request's ``order``. -1 for a message between two ranks.
+            number: The request's ``order``, or -1 for a message between two ranks.
             message: Text of the error.
         """
 
@@ -321,12 +323,12 @@ class Engine:
         """Stop the engines of all ranks. Pending operations fail everywhere with ShutDownError.
 
         Args:
-            reason: What the other ranks' messages say after this rank's name.
+            reason: Text that follows this rank's name in the other ranks' messages.
             timeout: Seconds to wait for the other ranks to agree.
-            departing: True if this rank's program is exiting, so the rank will not come back.
+            departing: True if this rank's program is exiting, so that the job cannot be restarted.
 
         Returns:
-            True if all ranks agreed, so that nothing is left in flight.
+            True if all ranks agreed to stop, so that no operation is left in flight.
         """
         if self._progress_engine is None:
             self.end.closed = True
@@ -345,19 +347,19 @@ class Engine:
         return self.end.broken is None and self._stop_work.done()
 
     def disown(self, origin: str = "was forked from") -> None:
-        """Refuse collectives in a child process of a rank, but still answer queries for rank and size.
+        """Refuse collectives in a child process of a rank. The rank and size remain available.
 
-        The parent's records are left untouched.
+        The parent's records are not changed.
         """
         self.recorder = Recorder(self.settings.flight_recorder_dir)
         self.summary = RunSummary(self.recorder.words, 0.0, self.size)
         if self.size == 1:
-            return  # a job with one process needs no peers
+            return  # without peers, collectives also work in a child process
         self.end.disown(origin)
         # The fork did not copy the engine thread, which may have held locks.
         self._progress_engine = self.sets.event_count = None
 
 
 def _across_hosts(hosts: Sequence[str], rank: int, local_rank: int) -> list[int]:
-    """Return the ranks with this local rank, one per host that has one. ``rank`` represents its own host."""
+    """Return each host's rank with this local rank, if any. On the host of ``rank``, return ``rank``."""
     return [i for i, host in enumerate(hosts) if i == rank or hosts[:i].count(host) == local_rank]

@@ -1,4 +1,4 @@
-"""Readable labels for calls, which describe the tensors that a call exchanges."""
+"""Readable labels for collective calls, made from the names of the tensors that a call exchanges."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 _MOST = 4096  # maximum number of names; a model needs only a few
 _tensors: dict[str, tuple[str, Sequence[str]]] = {}
-_owners: dict[str, str] = {}  # owner of each label
+_owners: dict[str, str] = {}  # by label: the model or optimizer that uses it
 
 
 def note(name: str, owner: str, what: str, tensors: Sequence[str]) -> None:
@@ -29,14 +29,14 @@ def note(name: str, owner: str, what: str, tensors: Sequence[str]) -> None:
 
 
 def labels_of(names: Iterable[str]) -> dict[str, str]:
-    """Return the labels of the names that have one, for ``adopt`` on another rank."""
+    """Return the labels of the names that have one. Another rank passes the result to ``adopt``."""
     return {name: _tensors[name][0] for name in names if name in _tensors}
 
 
 def adopt(labels: dict[str, str]) -> None:
     """Adopt another rank's labels for names that have no label on this rank."""
     for name, label in labels.items():
-        taken = any(label == other for other, _ in list(_tensors.values()))  # a copy: threads may add more
+        taken = any(label == other for other, _ in list(_tensors.values()))  # a copy: other threads may add
         _tensors.setdefault(name, (f"{label} ('{name}')" if taken else label, ()))
 
 
@@ -46,12 +46,12 @@ def known(name: str, number: int) -> bool:
 
 
 def tensors_of(name: str) -> Sequence[str]:
-    """Return the names of the tensors that a call exchanges. Empty if they are unknown."""
+    """Return the names of the tensors that a call exchanges, or an empty sequence if unknown."""
     return _tensors.get(name, ("", ()))[1]
 
 
 def label_of(name: str) -> str:
-    """Return a readable label for a name. Omits the number in a generated name, which never repeats."""
+    """Return a readable label for a name. Omits the number at the end of a generated name."""
     if name in _tensors:
         return _tensors[name][0]
     return name.rstrip("0123456789").rstrip(".") if ".noname." in name else name

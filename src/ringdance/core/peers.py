@@ -1,4 +1,4 @@
-"""An engine's peers: exchange notes with them, and detect lost ranks and stalls."""
+"""Exchange notes with an engine's peers, and detect lost ranks and stalls."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Peers:
         settings: The engine's settings.
         sets: The process sets.
         callers: The threads that are waiting.
-        recorder: Writes the files that describe stalls.
+        recorder: Records stalls and writes the files about them.
 
     Attributes:
         handlers: Note handlers by kind. Each is called with the sender's rank and the note. The engine and
@@ -56,13 +56,13 @@ class Peers:
         }
 
     def post_all(self, note: Note) -> None:
-        """Send a note to all other ranks that can be reached."""
+        """Send a note to all other ranks. Ranks that cannot be reached are skipped."""
         for rank in range(self._transport.size):
             if rank != self._transport.rank:
                 self.post(rank, note)
 
     def post(self, rank: int, note: Note) -> None:
-        """Send a note to a rank if it can be reached."""
+        """Send a note to a rank. Does nothing if the rank cannot be reached."""
         with contextlib.suppress(Exception):
             self._transport.post(rank, json.dumps(note).encode())
 
@@ -92,7 +92,7 @@ class Peers:
             self._watch.pauses.pop(rank, None)
 
     def lost(self) -> str:
-        """Return a rank on this host that has exited while rounds are waiting for it, or "" if none has."""
+        """Describe a rank on this host that exited while a round waited for it, or return "" if none did."""
         for rank in self._waited_for():
             if self._transport.state(rank) == "gone":
                 return str(self._transport.identities[rank])
@@ -108,12 +108,12 @@ class Peers:
         return text + (f" (Details and stacks: {path})" if path and error is None else ""), error
 
     def _save(self, text: str) -> str | None:
-        """Write the reported stall to a JSON file, whose path is returned. All ranks write their stacks."""
+        """Write the reported stall to a JSON file and return its path. Makes all ranks write their stacks."""
         stall = self._watch.reported
         assert stall is not None
         self.post_all({"kind": "stacks"})
         self._save_stacks(self._transport.rank, all_stacks())
-        for rank, stacks in stall.stacks.items():  # ranks that do not answer cannot write their own
+        for rank, stacks in stall.stacks.items():  # ranks that do not answer cannot write their own stacks
             self._save_stacks(rank, stacks)
         content = {"time": time.time(), "message": text, **stall.as_json()}
         return self._recorder.save("stall", self._identity, json.dumps(content, indent=1))

@@ -19,16 +19,16 @@ from ringdance.core.stepping import Stepper
 from ringdance.core.transport.eventcount import yield_core
 
 _IDLE = 0.1
-_FOLLOWER_POLL = 0.02  # followers poll, because two threads that wait for the same Work share one event
-_TRANSIT_SLEEP = 1e-4  # between hosts, MPI moves data only while it is called: longer sleeps stall transfers
+_FOLLOWER_POLL = 0.02  # threads waiting for the same Work share one event, so followers must poll
+_TRANSIT_SLEEP = 1e-4  # short, because MPI moves data between hosts only while it is being called
 _FIRST_BACKOFF = 5e-5
 
 
 class ProgressEngine:
-    """Steps one engine, on waiting threads and on a thread of its own.
+    """Steps one engine, on waiting threads and on the engine thread.
 
     Attributes:
-        asleep: True while the engine thread is resting and has to be woken.
+        asleep: True while the engine thread is resting, so that new work must wake it.
 
     Args:
         stepper: Makes the steps.
@@ -51,7 +51,7 @@ class ProgressEngine:
     # -- callers -------------------------------------------------------------------------------
 
     def wake(self) -> None:
-        """Tell the engine thread to look for work."""
+        """Wake the engine thread if it is resting, so that it looks for work."""
         if self.asleep:
             self.asleep = False
             self._wake.set()
@@ -83,7 +83,7 @@ class ProgressEngine:
                     raise _timeout(work)
                 if now < spin_until:
                     yield_core()
-                elif stepper.end.closed:  # a Work that is not done by now never will be
+                elif stepper.end.closed:  # a Work that is not done by now will never complete
                     if not stepper.try_exclusively(stepper.end.abandon, work):
                         time.sleep(1e-3)
                 elif not work.complete:  # another thread's step may have completed it
@@ -100,7 +100,7 @@ class ProgressEngine:
                 pass
 
     def caller_left(self) -> None:
-        """Hand over to another caller, or to the engine thread, because a caller has left."""
+        """Wake another caller, or the engine thread, to take over from a caller that has left."""
         if waiting := self._stepper.callers.waiting:
             for work in list(waiting.values()):
                 if not work.complete:
@@ -146,7 +146,7 @@ class ProgressEngine:
         try:
             self._run()
         except BaseException as error:
-            # Without this thread, nothing would start asynchronous work, so the engine must fail.
+            # The engine must fail, because asynchronous requests would never start without this thread.
             self._stepper.exclusively(self._stepper.end.fail_by, error, end=True)
 
     def _run(self) -> None:
@@ -169,7 +169,7 @@ class ProgressEngine:
     def _seconds_to_work(self, now: float) -> float:
         """Return the seconds until the engine thread has work, at most ``_IDLE``.
 
-        While callers wait, they do its work.
+        While callers are waiting, they do that work instead.
         """
         due = None if self._stepper.callers.waiting else self._stepper.sets.next_due()
         return _IDLE if due is None else min(_IDLE, due - now)
@@ -194,4 +194,7 @@ class ProgressEngine:
 
 
 def _timeout(work: Work) -> TimeoutError:
-    return TimeoutError(f"'{work.name}' did not complete within the timeout. It is still running.")
+    return TimeoutError(
+        f"'{work.name}' did not complete within the timeout. It is still running, so you can wait for it "
+        "again."
+    )

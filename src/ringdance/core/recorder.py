@@ -22,7 +22,7 @@ from ringdance.core.transport.base import Identity
 
 
 class StepMark(enum.IntEnum):
-    """What marks the end of a step. Once a higher mark has been seen, lower ones no longer count."""
+    """Events that mark the end of a step. After a higher mark has been seen, lower ones are ignored."""
 
     NONE = 0
     GRADIENTS = 1  # an exchange of gradients for an optimizer that Ringdance does not wrap
@@ -47,7 +47,7 @@ _COUNTERS = struct.Struct("<4q").pack_into  # BATCHES, TENSORS, BYTES, WAITED
 
 @dataclass(slots=True)
 class BatchRecord:
-    """The fields that are the same each time a batch is recorded."""
+    """The fields of a batch's record that do not change from one execution to the next."""
 
     set_id: int
     collective: int
@@ -56,8 +56,8 @@ class BatchRecord:
 
 
 _RECORDS = 256  # maximum number of records in a flight record
-_SMALL = 64  # maximum number of small batches whose records are held back
-# Faster as integers than as members of an Enum.
+_SMALL = 64  # maximum number of small-batch records to hold back
+# Plain integers, which are faster than Enum members.
 _SUBMIT, _BATCH, _CHUNK = int(Kind.SUBMIT), int(Kind.BATCH), int(Kind.CHUNK)
 _WAIT, _STEP = int(Kind.WAIT), int(Kind.STEP)
 _DETAIL, _WRITTEN, _WAITED, _LAST_WAITED, _STEPS, _LAST_STEP = (
@@ -68,16 +68,16 @@ _U32 = 0xFFFFFFFF
 
 
 class Recorder:
-    """Records in a ring what this rank does. All reports are made from these records.
+    """Records this rank's activities in a ring. All reports are made from these records.
 
     Args:
-        directory: Directory for flight records. "" for the system's temporary directory.
-        ring: Memory for the records. None for memory that only this process can access.
+        directory: Directory for flight records, or "" for the system's temporary directory.
+        ring: Memory for the records, or None for memory that only this process can access.
 
     Attributes:
         words: Header of the ring, see ``ring.Word``.
         detail: ``words[Word.DETAIL]`` as last read. 1 means that submissions, chunks and waits are recorded,
-            2 that rounds are recorded too.
+            2 that rounds are recorded as well.
         waited: Seconds that threads have waited for results.
         window: The step after which ``words[Word.DETAIL]`` is set, the step after which it is cleared, and
             the value to set. None if steps do not change it.
@@ -100,7 +100,7 @@ class Recorder:
         Args:
             what: The batch.
             round_number: Number of the round in which the members agreed on the batch.
-            began: Start time in nanoseconds (``time.monotonic_ns``). 0 if the batch took no time.
+            began: Start time in nanoseconds (``time.monotonic_ns``). 0 to record a duration of 0.
             tensors: Number of tensors.
         """
         if self._small:
@@ -112,7 +112,7 @@ class Recorder:
         self._bytes += what.nbytes
 
     def read_detail(self) -> int:
-        """Read ``detail`` again and return it."""
+        """Update ``detail`` from the ring's header and return it."""
         self.detail = detail = self.words[_DETAIL]
         return detail
 
@@ -120,13 +120,13 @@ class Recorder:
         """Record a batch of one small tensor. The record is held back unless submissions are recorded."""
         if self.detail:
             self.batch(what, round_number)
-        else:  # writing a record to the ring would take a tenth of the time of a lone all-reduce
+        else:  # writing the record now would take a tenth of the time of a small all-reduce
             self._small.append((what, round_number, monotonic_ns(), 0))
             self._small_batches += 1
             self._small_bytes += what.nbytes
 
     def _write_small(self) -> None:
-        with contextlib.suppress(IndexError):  # another thread may have taken the last one
+        with contextlib.suppress(IndexError):  # another thread may have taken the last record
             while self._small:
                 self._write(*self._small.popleft())
 
@@ -185,7 +185,7 @@ class Recorder:
         self.ring.add(_WAIT, label, work.request.set_id, int(seconds * 1e6))
 
     def alone(self, work: Work) -> None:
-        """Record, as a batch, a request that involves only this rank."""
+        """Record a request without peers as a batch."""
         request = work.request
         nbytes = sum([view.nbytes for view in request.inputs])
         label, began = self.ring.label(label_of(work.name)), int(work.submitted * 1e9)
@@ -194,7 +194,7 @@ class Recorder:
         self.batch(BatchRecord(request.set_id, request.description.kind, label, nbytes), 0, began)
 
     def marks(self) -> list[int]:
-        """Return a list that collects the times of a batch's phases, or [] if they are not recorded."""
+        """Return a list for the times of a batch's phases: [start time], or [] if they are not recorded."""
         return [monotonic_ns()] if self.detail else []
 
     def chunks(self, set_id: int, marks: list[int], every: int) -> None:
@@ -206,7 +206,7 @@ class Recorder:
                 follow: when its inputs had been copied in, and when it ended waiting, copying out the
                 previous chunk, reducing, and copying in the next chunk. The last three are the start and the
                 end of waiting for the last results, and the end of the batch.
-            every: Number of chunks that each recorded chunk stands for.
+            every: Number of chunks that each recorded chunk represents.
         """
         self.ring.add(_CHUNK, 0, set_id, 0, 0, 0, marks[1] - marks[0], when=marks[0])
         for at in range(1, len(marks) - 3, 5):
@@ -222,7 +222,7 @@ class Recorder:
         return steps_text(self.words)
 
     def text(self, what: str) -> None:
-        """Record an event that is described by a text."""
+        """Record an event. ``what`` describes it."""
         self.ring.add(Kind.TEXT, self.ring.label(what))
 
     def _records(self) -> list[dict[str, Any]]:
@@ -252,8 +252,8 @@ class Recorder:
             who: This rank.
             reason: Reason for the dump.
             pending: Names of the requests in flight.
-            named: True if a message will name the file. Otherwise the file is written only if a directory
-                for flight records is set.
+            named: True if an error message will contain the path. Otherwise, the file is written only if a
+                directory for flight records is set.
         """
         if not (named or self._directory):
             return None
@@ -264,7 +264,7 @@ class Recorder:
         return self.save("flight", who, json.dumps(content, default=str, indent=1))
 
     def save(self, kind: str, who: Identity, text: str) -> str | None:
-        """Write a file about a rank next to the flight records. Returns its path, or None on failure.
+        """Write a file to the directory for flight records. Returns its path, or None on failure.
 
         Args:
             kind: "flight" or "stall" for JSON, "stacks" for text.

@@ -1,4 +1,4 @@
-"""What is submitted to the engine, and what the caller gets in return."""
+"""Requests, which are submitted to the engine, and the ``Work`` objects that the engine returns."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TUNE_NAME = "ringdance.tune"
 
 
 class Collective(enum.IntEnum):
-    """The operation that a request asks for."""
+    """The kind of operation that a request performs."""
 
     ALLREDUCE = 0
     ALLGATHER = 1
@@ -38,7 +38,7 @@ class Collective(enum.IntEnum):
 
 
 class ReduceOp(enum.IntEnum):
-    """How the values of several ranks are combined. The numbers are the same as in Horovod."""
+    """Operation that combines the values of several ranks. The numbers are the same as in Horovod."""
 
     AVERAGE = 0
     SUM = 1
@@ -50,7 +50,7 @@ class ReduceOp(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """What all ranks must agree on before a request is executed.
+    """The properties of a request that all ranks must agree on before it is executed.
 
     ``shapes`` holds one shape per tensor of the request. If the tensors' first dimension may differ between
     ranks (allgather, alltoall), shapes omit this dimension. Values that differ from call to call (the first
@@ -87,16 +87,16 @@ class Request:
     """One collective operation on one or more tensors. A group of tensors succeeds or fails as a whole.
 
     Args:
-        description: What must be equal on all ranks.
+        description: The properties that must be equal on all ranks.
         inputs: C-contiguous NumPy views of the caller's memory, not copied, or a framework's tensors if the
             description has a ``device``. They must not change until the work is done.
         outputs: Views of the caller's memory that receive the results (for an in-place operation, the
             inputs). If None, the engine allocates them, 64-byte aligned.
         name: Key that matches this request with the other ranks' requests. If None, the request is matched
             by its position in the order of submission.
-        set_id: Process set. 0 for all ranks.
+        set_id: Process set, or 0 for all ranks.
         splits: For alltoall only: number of rows for each member (int64), for each tensor in the group.
-        ready: On a device, the event after which the inputs hold the data to send.
+        ready: For tensors on a device: the event after which the inputs hold the data to send.
     """
 
     description: Description
@@ -119,7 +119,7 @@ class DeviceResults(list[Any]):
 
 
 class Work:
-    """Returned by ``Engine.submit``: shows when a request is done and holds its result.
+    """A submitted request. Shows when the request is done, and holds its result.
 
     Attributes:
         request: The submitted request.
@@ -132,7 +132,7 @@ class Work:
         order: Number of an unnamed request in its process set, otherwise -1.
         refusal: Reason why this rank's own call was refused (``Engine.refuse``), or None.
         announced: Round in which the request was sent to the other members as a cache miss, otherwise 0.
-        submitted: Time of submission, in seconds of ``time.monotonic``.
+        submitted: Time of submission (``time.monotonic()``).
         waited_since: Time when a thread first waited for the request, on the same clock. 0.0 if none has.
         thread: Identifier of the thread that is waiting for the request. Until a thread waits, this is the
             thread that submitted it.

@@ -26,7 +26,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 RING_NAME = "ringdance-ring"
-"""Name of the memory, as shown in /proc/PID/fd of its process."""
+"""Name of a ring's memory, as shown in /proc/PID/fd."""
 
 Label = str | tuple[str, ...]
 RECORD = struct.Struct("<qIHH5II")
@@ -52,24 +52,24 @@ class Word(enum.IntEnum):
     RANK = 2
     SIZE = 3
     EPOCH_OFFSET = 4  # time since the epoch minus monotonic time
-    CLOSED = 5  # the rank has left the job
-    DETAIL = 6  # a reader sets this to have submissions and chunks recorded too
+    CLOSED = 5  # 1 once the rank leaves the job
+    DETAIL = 6  # a reader sets this to have submissions and chunks recorded as well
     LABELS = 7  # number of label bytes written
-    WRITTEN = 8  # approximate number of records so far
+    WRITTEN = 8  # approximate number of records written so far
     BATCHES = 9  # this word and the next three are updated at each step and a few times per second
     TENSORS = 10
     BYTES = 11
     WAITED = 12  # time that threads waited for results
     STEPS = 13
-    LAST_STEP = 14  # when the last step ended
-    FIRST_STEP = 15  # when the first step ended, which often includes compilation
+    LAST_STEP = 14  # time at which the last step ended
+    FIRST_STEP = 15  # time at which the first step ended, which often includes compilation
     FIRST_WAITED = 16  # WAITED when the first step ended
     LAST_WAITED = 17  # WAITED when the last step ended
     PENDING = 18  # label of the operation that had been waited for longest at the last check, 0 if none
     PENDING_SINCE = 19
 
 
-_WRITTEN = int(Word.WRITTEN)  # faster as an integer than as a member of an Enum
+_WRITTEN = int(Word.WRITTEN)  # a plain integer, which is faster than an Enum member
 
 
 class Kind(enum.IntEnum):
@@ -119,14 +119,14 @@ def steps_text(words: memoryview) -> str:
 def shared_memory() -> mmap.mmap | None:
     """Return ring memory that other processes on this host can open, or None if unsupported (macOS).
 
-    It counts toward this process's memory, not /dev/shm, and is freed when no process maps it any longer.
+    The memory counts toward this process, not /dev/shm, and is freed when no process maps it any longer.
     """
     if not hasattr(os, "memfd_create"):
         return None
     memory = os.memfd_create(RING_NAME)
     try:
         os.ftruncate(memory, _SIZE)
-        return mmap.mmap(memory, _SIZE)  # keeps its own descriptor
+        return mmap.mmap(memory, _SIZE)  # mmap duplicates the descriptor
     finally:
         os.close(memory)
 
@@ -157,14 +157,14 @@ def records(first: int, data: bytes) -> Iterator[Record]:
 
 
 class Ring:
-    """The writing end of a ring.
+    """Writes the records of this rank to a ring.
 
     Args:
-        memory: Memory from ``shared_memory``. None for memory that only this process can access.
+        memory: Memory from ``shared_memory``, or None for memory that only this process can access.
 
     Attributes:
         words: Header, see ``Word``.
-        view: All of the memory.
+        view: View of the whole memory.
         slots: Memory of the records. Record n is in slot n & MASK.
         numbers: Yields the number of the next record.
         labels: Label numbers by name or list of names.
@@ -181,11 +181,11 @@ class Ring:
         self._adding = threading.Lock()
         self.words[Word.EPOCH_OFFSET] = time.time_ns() - time.monotonic_ns()
         self.words[Word.PID] = os.getpid()
-        self.label("")  # number 0, also used for names that no longer fit
+        self.label("")  # label 0, which also stands for names that no longer fit
         self.words[Word.VERSION] = _VERSION
 
     def describe(self, rank: int, size: int, host: str) -> None:
-        """Write which rank this ring belongs to."""
+        """Write the rank, job size and host to the header."""
         self.words[Word.RANK], self.words[Word.SIZE] = rank, size
         self._write(_HOST, host, 255)
 
@@ -227,16 +227,16 @@ class Ring:
         with self._adding:
             start = _HEADER + self.words[Word.LABELS]
             end = start + 4 + len(data)
-            if names in self.labels or end > _START:  # another thread may have just added it
+            if names in self.labels or end > _START:  # another thread may have just added this label
                 return self.labels.get(names, 0)
             self.view[start:end] = _LENGTH.pack(length) + data
             self.words[Word.LABELS] = end - _HEADER
-            self.labels[names] = number = len(self.labels)  # last, so that readers can look up the number
+            self.labels[names] = number = len(self.labels)  # last, because readers can now look it up
         return number
 
 
 class RingReader:
-    """The reading end of a ring, in this or another process.
+    """Reads the records in a ring, which may belong to another process.
 
     Args:
         memory: Memory of the ring.
@@ -253,7 +253,7 @@ class RingReader:
         self._slots = self._view[_START:]
         self.words = self._view[:512].cast("q")
         if self.words[Word.VERSION] != _VERSION:
-            raise ValueError("not a ring of this version")
+            raise ValueError("The memory does not contain a ring in the layout of this Ringdance version.")
         self.labels: list[Label] = []
         self.lost = 0
         self.ended = False
@@ -274,13 +274,13 @@ class RingReader:
         return bytes(self._view[at : at + most]).partition(b"\0")[0].decode(errors="replace")
 
     def name(self, number: int) -> Label:
-        """Return the label with this number, or "" if there is none."""
+        """Return the label with this number, or "" if no such label exists."""
         if number >= len(self.labels):
             self.load_labels()
         return self.labels[number] if number < len(self.labels) else ""
 
     def load_labels(self) -> None:
-        """Read the labels that have been added since the last call."""
+        """Read the labels added since the last call."""
         end = _HEADER + self.words[Word.LABELS]
         while self._read_labels < end:
             (length,) = _LENGTH.unpack_from(self._view, self._read_labels)
@@ -312,14 +312,14 @@ class RingReader:
         Pass both to ``records``. See Note [Sequence numbers].
         """
         end = self.words[_WRITTEN]
-        if self.ended:  # a killed thread may have written uncounted records; ``records`` skips gaps
+        if self.ended:  # a killed thread may not have counted its last record; ``records`` skips gaps
             end += _WRITERS
         self._leave_out(end)
         first = self._position
         at, to = (first & MASK) * 40, (end & MASK) * 40
         slots = self._slots
         data = bytes(slots[at:to]) if at <= to else bytes(slots[at:]) + bytes(slots[:to])
-        self._leave_out(self.words[_WRITTEN])  # skip what was overwritten during the copy
+        self._leave_out(self.words[_WRITTEN])  # skip records that were overwritten during the copy
 
         data = data[(self._position - first) * 40 :]
         first = self._position

@@ -34,20 +34,20 @@ from ringdance.settings import Settings
 
 _DEADLOCK = (
     "All ranks are waiting, each for an operation that another rank has not submitted, and no rank has "
-    "submitted anything for {:g} s (setting deadlock_time): none of them can ever continue."
+    "submitted anything for {:g} s (setting deadlock_time), so none of them can ever continue."
 )
 _ANSWER_TIMEOUT = 0.5
-_BUSY_TIMEOUT = 1.5  # for a process that may have to wait for a core, or is on another host
-_LOOK_TIMEOUT = 4.0  # time for a rank on another host to examine a silent rank there
-_SAME_ANSWER = 0.1  # seconds for which an answer is reused: examining all threads takes about 20 ms
-_RECHECK = 1.0  # seconds until the next inquiry after one that found nothing wrong
+_BUSY_TIMEOUT = 1.5  # timeout for a process that may have to wait for a core, or is on another host
+_LOOK_TIMEOUT = 4.0  # timeout for a rank on another host to examine a silent rank there
+_SAME_ANSWER = 0.1  # how long an answer is reused, because examining all threads takes about 20 ms
+_RECHECK = 1.0  # seconds until the next inquiry after an exchange was found to be in progress
 _MOST_PATIENCE = 120.0
 _Report = tuple[str | None, type[StallError] | None]
 
 
 @dataclass
 class _Inquiry:
-    """An inquiry about a request, with the state at the time it was sent."""
+    """An inquiry about a request, and this rank's state when the inquiry was sent."""
 
     asked: float
     state: ProcessSetState
@@ -57,7 +57,7 @@ class _Inquiry:
     count: int
     cpu: dict[int, CpuSample | None] = field(default_factory=dict)
     answers: dict[int, dict[str, Any]] = field(default_factory=dict)
-    # For each silent rank on another host: a description by a rank on that host, None until it arrives.
+    # Description of each silent rank on another host, made by a rank there. None until it arrives.
     seen: dict[int, dict[str, Any] | None] = field(default_factory=dict)
 
 
@@ -87,21 +87,17 @@ class StallWatch:
     """
 
     def __init__(
-        self,
-        transport: Transport,
-        settings: Settings,
-        sets: ProcessSets,
-        callers: Callers,
+        self, transport: Transport, settings: Settings, sets: ProcessSets, callers: Callers,
         recorder: Recorder,
     ) -> None:
         self._transport = transport
         self._sets, self._callers = sets, callers
         self._settings = settings
         self._next_report: dict[tuple[int, str], float] = {}
-        self._quiet_until = 0.0  # a report on one request covers the requests after it
+        self._quiet_until = 0.0  # after a report, later requests are not reported until this time
         self._inquiry: _Inquiry | None = None
         self._status: tuple[float, dict[str, Any]] = -1.0, {}
-        self._moved: dict[int, tuple[int, float]] = {}  # by set: the last ``_count``, and when it changed
+        self._moved: dict[int, tuple[int, float]] = {}  # per set: last ``_count``, and when it changed
         self._recorder, self._words = recorder, recorder.words
         self._adaptive = settings.origin("stall_check_time") == "default"
         self._last_batch, self._last_step = (0, time.monotonic(), 0), (0, time.monotonic())
@@ -191,7 +187,7 @@ class StallWatch:
     def _oldest(
         self, sets: list[ProcessSetState], now: float
     ) -> tuple[ProcessSetState, Work | Transfer, float] | None:
-        """Return the request or message that has been waited for longest, with its set and age, or None."""
+        """Return the request or message with the longest wait, with its set and age, or None."""
         waiting: list[tuple[ProcessSetState, Work | Transfer, float]] = [
             (t.state, t, now - t.waited_since) for t in list(self._callers.transfers.values())
         ]
@@ -208,7 +204,10 @@ class StallWatch:
         return max(waiting, key=lambda item: item[2])
 
     def _pending_since(self, state: ProcessSetState, work: Work) -> float | None:
-        """Return when a thread started to wait for a request, or when it was submitted if asynchronous."""
+        """Return the time a thread started waiting for a request.
+
+        For an asynchronous request, this is the time it was submitted.
+        """
         if work.waited_since and self._callers.waits_in(state.set_id):
             return work.waited_since
         return work.submitted if state.pending.eager_since is not None else None
@@ -312,14 +311,14 @@ class StallWatch:
             behind=[state.members[group[index]] for index in behind],
             idle=now - self._moved[state.set_id][1],
             # Only progress within one round counts: a series of rounds that achieve nothing moves no data.
-            moving=inquiry.answers.keys() >= set(others)  # data move if both ranks are waiting
+            moving=inquiry.answers.keys() >= set(others)  # a message moves while both ranks are waiting
             if message
             else state.in_round and state.rounds == inquiry.rounds and _count(state) != inquiry.count,
             pauses={rank: what for rank, (what, _) in self.pauses.copy().items()},
         )
 
     def look(self, rank: int, before: CpuSample | None = None) -> dict[str, Any]:
-        """Examine a rank on this host from outside.
+        """Examine the process of another rank on this host from outside.
 
         Returns a note with a description (``text``) and the rank's ``stacks``, which are "" if unknown.
         """
@@ -355,7 +354,7 @@ class StallWatch:
         return any(inquiry.seen.get(rank, inquiry) is None for rank in silent)
 
     def on_seen(self, note: dict[str, Any]) -> None:
-        """Store what a rank has reported about a silent rank on the same host."""
+        """Store a rank's report about a silent rank on the same host."""
         if self._inquiry is not None:
             self._inquiry.seen[note["rank"]] = note
 
@@ -377,4 +376,4 @@ def _count(state: ProcessSetState) -> int:
     window = state.transport.window
     if window is not None and state.transport.one_host:
         return window.count
-    return state.exchange.context.achieved  # for all sets together: a set that spans hosts has no counter
+    return state.exchange.context.achieved  # shared by all sets: a set across hosts has no counter

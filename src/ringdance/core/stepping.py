@@ -21,16 +21,16 @@ from ringdance.core.exchange import Context
 from ringdance.core.peers import Peers
 from ringdance.core.process_sets.registry import ProcessSets
 
-_CHECK_EVERY = 0.09  # seconds between checks of the peers: slightly less than a rest of the engine thread
-_CHECK_STEPS = 32  # productive steps between checks, for long exchanges in which no thread sleeps
-_STEP_LIMIT = 5.0  # seconds for another thread to finish its step; most steps take microseconds
+_CHECK_EVERY = 0.09  # seconds between peer checks, slightly less than the engine thread rests
+_CHECK_STEPS = 32  # steps with progress between peer checks in long exchanges, during which no thread sleeps
+_STEP_LIMIT = 5.0  # seconds to wait for another thread's step, which usually takes microseconds
 
 
 @dataclass(eq=False)
 class Stepper:
     """Steps one engine.
 
-    Any thread may call any method, except while it is in a step itself. While one thread is in a step, a
+    Any thread may call any method, except from within a step. While one thread is in a step, a
     check or an exclusive call, no other thread is in any of them.
 
     Attributes:
@@ -61,7 +61,7 @@ class Stepper:
         is due.
         """
         me, taken = object(), self._taken
-        try:  # as in try_exclusively, but without calls, because waiting threads run this constantly
+        try:  # try_exclusively, inlined because waiting threads run this constantly
             if taken.setdefault(0, me) is not me or self.end.closed:
                 return False
             sets, context = self.sets, self.context
@@ -91,7 +91,7 @@ class Stepper:
         return True
 
     def check_peers_if_due(self, now: float) -> None:
-        """Check the peers if the last check was long enough ago, unless another thread is in a step."""
+        """Check the peers if a check is due, unless another thread is in a step."""
         if now - self._checked > _CHECK_EVERY:
             self._checked = now
             self.try_exclusively(self._check_peers)

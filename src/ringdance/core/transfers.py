@@ -1,4 +1,4 @@
-"""Messages between two ranks, which need no agreement in a process set."""
+"""Messages between two ranks, which are sent without an agreement among the members of a process set."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from ringdance.errors import ProcessSetRemovedError
 
-_LAST_S = 1.0  # seconds to wait for messages that a rank sent before it left its group
+_LAST_S = 1.0  # seconds to wait for messages that a rank sent before leaving its group
 
 
 class Transfer:
@@ -21,13 +21,13 @@ class Transfer:
         state: The process set's ``ProcessSetState``.
         verb: "send" or "receive".
         nbytes: Size of the message.
-        rank: The other rank's number in the set. None for any rank.
+        rank: The other rank, as a rank in the set, or None for any rank.
         tag: Tag of the message.
 
     Attributes:
         name: Name of the message, equal on both ranks unless this rank receives from any rank.
         peers: The global ranks that this rank waits for.
-        complete: True once no thread is waiting for the message any more.
+        complete: True once a wait has ended, after which the stall check ignores the message.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Transfer:
         try:
             self._is_done = bool(self._pending.test())
         except Exception as error:
-            text = f"'{self.name}' failed (do the tensors on both ranks have the same length?): {error}"
+            text = f"'{self.name}' failed: {error}. Check that both ranks pass tensors of the same length."
             raise RuntimeError(text) from error
         finally:
             self._testing.release()
@@ -97,6 +97,9 @@ class Transfer:
         pause = 0.0
         while not self.done():
             if until is not None and time.monotonic() > until:
-                raise TimeoutError(f"'{self.name}' did not complete within the timeout. It is still running.")
+                raise TimeoutError(
+                    f"'{self.name}' did not complete within the timeout. It is still running, so you can "
+                    "wait for it again."
+                )
             time.sleep(pause)
             pause = min(1e-3, pause + 1e-5)

@@ -1,4 +1,4 @@
-"""The base class of the image and table loaders: threads prepare the batches of an epoch in advance."""
+"""The base class of the image and table loaders. Threads prepare an epoch's batches in advance."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Epoch:
 
     Attributes:
         plan: Decides which samples each batch gets.
-        pool: Threads that make batches.
-        reads: Threads that only read.
-        stop: Set when the batches being prepared are no longer wanted.
+        pool: Threads that prepare batches.
+        reads: Threads that read files into the page cache.
+        stop: Set when the batches being prepared are no longer needed.
     """
 
     def __init__(self, loader: Batches, epoch: int, position: int) -> None:
@@ -37,10 +37,10 @@ class Epoch:
         self._parts = loader.parts(self)
         self.begun: Future[None] | None = None
         self.process = os.getpid()
-        self.planned = False  # True once all remaining work has been submitted to the threads
+        self.planned = False  # True once all remaining work is submitted to the threads
 
     def fill(self) -> None:
-        """Submit work until the limit on batches prepared ahead is reached."""
+        """Submit work to the threads until ``ahead`` parts of the epoch are pending."""
         while len(self._pending) < self._loader.ahead and not self.planned:
             if part := next(self._parts, None):
                 self._pending.append(self._loader.prepare(self, part))
@@ -48,9 +48,9 @@ class Epoch:
                 self.planned = True
 
     def next(self) -> list[Any]:
-        """Wait for the next batches, and submit more work. Returns [] at the end, or if ``stop`` is set."""
+        """Wait for the next batches, and submit more work. Returns [] at the end or if ``stop`` is set."""
         if self.process != os.getpid():
-            raise ArgumentError("A forked process cannot continue this iteration. Start a new one there.")
+            raise ArgumentError("A forked process cannot continue its parent's iteration. Start a new one.")
         if self.begun:
             self.begun.result()
             self.begun = None
@@ -70,10 +70,10 @@ class Epoch:
 
 
 class Batches:
-    """Base class of loaders. Follows a batch plan, and converts batches for a framework.
+    """Base class of loaders, which prepare the batches of a plan and convert them for a framework.
 
-    If epochs are shuffled, the next epoch's first batches are prepared while training uses the last batches
-    of the current epoch, and while a model is evaluated between epochs.
+    If epochs are shuffled, threads start to prepare the next epoch before the current one ends. They continue
+    while the model is evaluated between epochs.
 
     Args:
         plan: Decides which samples each batch gets.
@@ -82,7 +82,7 @@ class Batches:
 
     Attributes:
         plan: Decides which samples each batch gets.
-        convert: Called with each batch of NumPy arrays. Iteration yields its results.
+        convert: Called with each batch of NumPy arrays. Iteration yields what it returns.
     """
 
     thread_name = "ringdance-data"
@@ -90,18 +90,18 @@ class Batches:
     def __init__(self, plan: BatchPlan, threads: int = 1, ahead: int = 1) -> None:
         self.plan, self.threads, self.ahead = plan, threads, ahead
         self.convert: Callable[[Any], Any] = lambda batch: batch
-        self._epochs: list[Epoch] = []  # iterations in progress
+        self._epochs: list[Epoch] = []  # epochs that are being iterated over
         self._following: Epoch | None = None
         self._follow = plan.shuffle
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute. Drops the next epoch's batches, because they were prepared with the old value."""
+        """Set an attribute. Drops batches prepared for the next epoch, which may depend on the old value."""
         super().__setattr__(name, value)
         if not name.startswith("_") and getattr(self, "_following", None):
             self._drop_following()
 
     def set_epoch(self, epoch: int, position: int = 0) -> None:
-        """Set the next iteration's epoch, and the position in the epoch's order at which to start.
+        """Set the epoch of the next iteration, and the position in that epoch at which to start.
 
         Args:
             epoch: Number of the epoch, from 0.
@@ -113,7 +113,7 @@ class Batches:
         self.plan.set_epoch(epoch, position)
 
     def position_after(self, batches: int) -> int:
-        """Return the ``position`` that is reached ``batches`` batches after ``set_epoch``."""
+        """Return the ``position`` after ``batches`` batches, starting where ``set_epoch`` did."""
         return self.plan.position_after(batches)
 
     def __len__(self) -> int:
@@ -121,18 +121,19 @@ class Batches:
         return len(self.plan)
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the remaining batches of the epoch. If the loop is left early, the threads also stop."""
+        """Yield the remaining batches of the epoch. Stops the threads if the loop is left early."""
         return map(self.convert, self.batches())
 
     def parts(self, epoch: Epoch) -> Iterator[Any]:
-        """Yield the parts of the epoch. Each part is prepared as a unit."""
+        """Yield the parts of an epoch, to be passed to ``prepare``. By default, a part is one batch."""
         return epoch.plan.batches()
 
     def prepare(self, epoch: Epoch, part: Any) -> Wait:
         """Submit a part of the epoch to the threads.
 
         Returns:
-            A function that waits for the part's batches. It returns [] if ``epoch`` was stopped.
+            A function that waits for the part's batches and returns them. If the epoch has been stopped, the
+            batches may be missing or incomplete.
         """
         raise NotImplementedError
 
@@ -151,23 +152,23 @@ class Batches:
                     if epoch.stop.is_set():
                         return
             ended = True
-        except RuntimeError:  # from submit, if another thread has called close() in the meantime
+        except RuntimeError:  # raised by submit() after another thread has called close()
             if not epoch.stop.is_set():
                 raise
         finally:
             epoch.end()
             self._epochs.remove(epoch)
-            if not ended:  # other iterations may continue, so stop only the next epoch
+            if not ended:  # do not call close(), because other iterations may continue
                 self._drop_following()
 
     def _begun(self) -> Epoch:
-        """Return the epoch to iterate over. Uses the epoch prepared in advance if it is the right one."""
+        """Return the epoch set by ``set_epoch``. Reuses the one prepared in advance if it matches."""
         wanted = self.plan.epoch, self.plan.position
         following, self._following = self._following, None
         if following and following.process == os.getpid():
             if (following.plan.epoch, following.plan.position) == wanted:
                 return following
-            self._follow = False  # the caller does not simply continue with the next epoch
+            self._follow = False  # the next epoch was prepared in vain, so do not prepare another
             following.end()
         return Epoch(self, *wanted)
 

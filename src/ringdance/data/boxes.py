@@ -1,6 +1,6 @@
-"""Choose the part of an image to use: a random part for training, the center for evaluation.
+"""Choose how to crop an image: at random for training, or around the center for evaluation.
 
-The choices match torchvision's ``RandomResizedCrop``, and ``Resize(256)`` followed by ``CenterCrop(224)``.
+The boxes match torchvision's ``RandomResizedCrop``, and ``Resize(256)`` followed by ``CenterCrop(224)``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def random_box(width: int, height: int, draw: Draws) -> Box:
 
 
 def centre_box(width: int, height: int) -> Box:
-    """Return the square that would remain after resizing the shorter side to 256 and cropping 224 x 224."""
+    """Return the box that corresponds to resizing the shorter side to 256 and then cropping 224 x 224."""
     side = min(width, height) * CENTRE
     return _centred(width, height, side, side)
 

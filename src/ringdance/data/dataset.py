@@ -1,8 +1,8 @@
 """A prepared data set: files that hold many images each, and an index that locates each image.
 
-In a directory, the split ``train`` consists of its files (TFRecords or tars), ``train.json``, which describes
-them, and ``train.npy``, which has one row of dtype ``ROW`` per sample, in the order of the files. A row
-locates the encoded image itself, so a sample is read with a single ``pread``, whatever the format.
+The split ``train`` consists of TFRecord or tar files, ``train.json``, which describes them, and
+``train.npy``, which has one row of dtype ``ROW`` per sample, in the order of the files. A row contains the
+location of the encoded image, so in both formats, a single ``pread`` reads a sample.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Rows = np.ndarray[Any, np.dtype[np.void]]
 
 
 def joined(files: Iterable[Rows]) -> Rows:
-    """Join the rows of all files, and set the file number in each row."""
+    """Join the index rows of all files, and set the file number in each row."""
     parts = [np.zeros(0, ROW), *files]
     for number, rows in enumerate(parts[1:]):
         rows["file"] = number
@@ -85,7 +85,7 @@ class Dataset(Files):
         return cls(index.parent, split, about["format"], about["classes"], files, rows)
 
     def write(self) -> None:
-        """Write the index. A process that opens it at the same time finds the old index or none."""
+        """Write the index. A process that opens it concurrently finds the old index or none."""
         about: dict[str, Any] = {"kind": IMAGES, "format": self.format, "classes": list(self.classes)}
         about["files"] = [asdict(file) for file in self.files]
         write_index(self.path / f"{self.split}.json", about, self.rows)
@@ -105,20 +105,21 @@ class Dataset(Files):
         if len(data) != row["length"]:
             name = self.path / self.files[int(row["file"])].name
             raise ArgumentError(
-                f"{name} is shorter than its index says. Run `ringdance data verify {self.path}`."
+                f"{name} is shorter than its index says. Check all files with `ringdance data verify "
+                f"{self.path}`."
             )
         return data
 
     def will_need(self, first: int, stop: int) -> None:
         """Read consecutive samples into the page cache. Thread-safe.
 
-        This does not use ``posix_fadvise``, because with it, Linux reads only about the first 128 KiB.
+        Uses ``pread``, because with ``posix_fadvise``, Linux may read only the first 128 KiB or so.
         """
         rows = self.rows[first:stop]
         for number in np.unique(rows["file"]).tolist():
             in_file = rows[rows["file"] == number]
             begin, end = int(in_file["offset"].min()), int((in_file["offset"] + in_file["length"]).max())
-            file = self._open(number)  # this reference keeps the file open
+            file = self._open(number)  # keep a reference, because the cache may drop the file
             os.pread(file.number, end - begin, begin)
 
     @cached_property
@@ -129,7 +130,7 @@ class Dataset(Files):
         )  # fmt: skip
 
     def close(self) -> None:
-        """Close the files. The next read opens them again."""
+        """Close all files. They are opened again when samples are read."""
         self._open.clear()
 
 

@@ -30,7 +30,7 @@ def needed(module: str) -> ModuleType:
 
 
 def crc32c(data: bytes, crc: int = 0) -> int:
-    """Return the CRC-32C of ``data``. To include bytes that precede it, pass their CRC-32C as ``crc``."""
+    """Return the CRC-32C of ``data``, or extend ``crc``, the CRC-32C of the bytes before ``data``."""
     return needed("google_crc32c").extend(crc, data)
 
 
@@ -91,7 +91,7 @@ class ShardWriter(contextlib.AbstractContextManager["ShardWriter"]):
         os.fsync(self._file.fileno())
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        """Wait until the file is on disk and rename it to its final name. After an error, remove it.
+        """Wait until the file is on disk, and then rename it. After an error, remove it instead.
 
         Raises:
             OSError: The file could not be written, for example because the disk is full. The message
@@ -101,14 +101,14 @@ class ShardWriter(contextlib.AbstractContextManager["ShardWriter"]):
 
 
 def npy(array: np.ndarray[Any, Any]) -> bytes:
-    """Return an array as the bytes of a ``.npy`` file."""
+    """Serialize an array in the ``.npy`` format."""
     memory = io.BytesIO()
     np.save(memory, array)
     return memory.getvalue()
 
 
 def write_whole(path: Path, data: bytes) -> int:
-    """Write a small file, completely or not at all. Returns its CRC-32C."""
+    """Write a small file atomically. Returns its CRC-32C."""
     with ShardWriter(path) as file:
         file.write(data)
     return file.crc32c

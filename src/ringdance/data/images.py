@@ -1,7 +1,7 @@
-"""Decode an image, and resize part of it to a square in a batch.
+"""Decode an image, and crop and resize it into its place in a batch.
 
-Resizing is antialiased where it matters. OpenCV is used if it is installed, otherwise Pillow, which is
-slower. Both libraries and simplejpeg release the GIL while they work.
+Resizing is antialiased where that makes a difference. It uses OpenCV if installed, or else Pillow, which is
+slower. OpenCV, Pillow and simplejpeg release the GIL.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ except ImportError:
 
 Pixels = np.ndarray[Any, np.dtype[np.uint8]]
 
-# When shrinking by less than this factor, plain bilinear interpolation is as close to Lanczos as an
-# antialiased filter would be.
+# Up to this shrink factor, plain bilinear interpolation is as close to Lanczos as an antialiased filter.
 _SMOOTH = 1.5
 
 
@@ -42,9 +41,9 @@ def decode_into(out: Pixels, data: bytes, draw: Draws | None = None) -> None:
 
     Args:
         out: Shape (size, size, 3), contiguous.
-        data: JPEG, or any format that Pillow reads (see ``as_rgb``). EXIF rotation is not applied here:
+        data: JPEG, or any format that Pillow reads (see ``as_rgb``). The EXIF orientation is ignored, because
             ``ringdance data prepare`` has already applied it.
-        draw: Random numbers that decide which part to use and whether to flip it. If None, use the center.
+        draw: Random numbers for the crop and the flip. If None, the center is used.
 
     Raises:
         ArgumentError: The image is broken.
@@ -70,7 +69,7 @@ def decode(data: bytes) -> Pixels:
 
 
 def _part(data: bytes, size: int, draw: Draws | None) -> tuple[Pixels, bool]:
-    """Decode an image. Returns the chosen part, shape (height, width, 3), and True if it must be flipped."""
+    """Decode and crop an image. Returns the pixels, shape (height, width, 3), and whether to flip them."""
     try:
         height, width, space, _ = simplejpeg.decode_jpeg_header(data)
         whole = None
@@ -83,40 +82,40 @@ def _part(data: bytes, size: int, draw: Draws | None) -> tuple[Pixels, bool]:
     flip = draw is not None and draw() < 0.5
     if whole is None:
         whole = _jpeg(data, width, height, box, size)
-    across, down = whole.shape[1] / width, whole.shape[0] / height  # below 1 if scaled during decoding
+    across, down = whole.shape[1] / width, whole.shape[0] / height  # below 1 if the decoder scaled it down
     left, right = round(box[0] * across), round(box[2] * across)
     top, bottom = round(box[1] * down), round(box[3] * down)
     return whole[top : max(bottom, top + 1), left : max(right, left + 1)], flip
 
 
 def _jpeg(data: bytes, width: int, height: int, box: Box, size: int) -> Pixels:
-    """Decode a JPEG, at half its size or less if ``box`` then still contains enough pixels."""
+    """Decode a JPEG. If ``box`` is at least ``2 * size``, the decoder scales the image to half or less."""
     shrink = min(box[2] - box[0], box[3] - box[1]) / size
     least = (math.ceil(height / shrink), math.ceil(width / shrink)) if shrink >= 2 else (0, 0)
     try:
         pixels: Pixels = simplejpeg.decode_jpeg(data, min_factor=2, min_height=least[0], min_width=least[1])
     except ValueError:
-        return _any_format(data)  # Pillow tolerates some faults, such as bytes after the end
+        return _any_format(data)  # Pillow tolerates some defects, such as trailing bytes
     return pixels
 
 
 def _any_format(data: bytes) -> Pixels:
     try:
-        return np.array(as_rgb(Image.open(io.BytesIO(data))))  # a copy, because a view would be read-only
+        return np.array(as_rgb(Image.open(io.BytesIO(data))))  # a copy, because asarray's view is read-only
     except UnidentifiedImageError:
-        raise ValueError("not an image format that Pillow knows") from None
+        raise ValueError("Pillow cannot identify the image format") from None
 
 
 def as_rgb(image: Image.Image) -> Image.Image:
-    """Convert an image of any mode to RGB. Scales 16 bits to 8, and composites transparent pixels over white.
+    """Convert an image to RGB. Scales 16-bit values to 8 bits, and composites transparency over white.
 
     Raises:
-        ValueError: The range of pixel values is unknown, as it is for 32-bit integers or floats.
+        ValueError: The pixels are 32-bit integers or floats, whose range is unknown.
     """
     if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG"):
         return Image.fromarray(np.rint(np.asarray(image) / 257).astype(np.uint8)).convert("RGB")
     if image.mode in ("I", "F"):
-        raise ValueError(f"pixels of mode {image.mode!r} have no known range. Convert them to 8 bits.")
+        raise ValueError(f"mode {image.mode!r} has an unknown range of values. Convert the image to 8 bits.")
     if image.has_transparency_data:
         whole = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", whole.size, "white"), whole)

@@ -21,18 +21,18 @@ _NO_INDEX = (ValueError, RecursionError, AttributeError, TypeError, KeyError)
 
 
 def write_index(path: Path, about: dict[str, Any], array: np.ndarray[Any, Any] | None) -> None:
-    """Write an index. A process that opens it at the same time finds the old index or none.
+    """Write an index. A process that opens it concurrently finds the old index or none.
 
     Args:
-        path: The JSON file.
+        path: Path of the JSON file.
         about: Contents of the JSON file: "kind", "format", "files", and any entries specific to the kind.
-        array: Contents of the ``.npy`` file with the same name. If None, that file is not written.
+        array: Contents of the ``.npy`` file next to the JSON file. If None, only the JSON file is written.
     """
     with ShardWriter(path) as index, ExitStack() as stack:
         if array is not None:
             other = stack.enter_context(ShardWriter(path.with_suffix(".npy")))
             other.write(data := npy(array))
-            other.sync()  # before either file is renamed, so a full disk cannot leave only one replaced
+            other.sync()  # before any renaming, so that a full disk leaves both old files in place
             about = about | {_NPY_CHECKSUM: zlib.crc32(data)}
         about = about | {_OWN_CHECKSUM: _checksum(about)}
         index.write(json.dumps(about, indent=1).encode() + b"\n")
@@ -40,7 +40,7 @@ def write_index(path: Path, about: dict[str, Any], array: np.ndarray[Any, Any] |
 
 
 def _checksum(about: dict[str, Any]) -> int:
-    """Return the CRC-32 of an index's canonical JSON. Unlike CRC-32C, it needs no optional package."""
+    """Return the CRC-32 of an index's canonical JSON. CRC-32C would need an optional package."""
     return zlib.crc32(json.dumps(about, sort_keys=True).encode())
 
 
@@ -60,9 +60,9 @@ def read_json(path: Path, kind: str = "") -> dict[str, Any]:
     except FileNotFoundError:
         raise _missing(path.parent, path.stem) from None
     except _NO_INDEX:
-        raise damaged(path, "it is not an index") from None
+        raise damaged(path, "it is not the index of a split") from None
     if checksum != _checksum(about):
-        raise damaged(path, "its checksum does not match")
+        raise damaged(path, "its checksum does not match its contents")
     if kind and about["kind"] != kind:
         raise ArgumentError(f"{path} is the index of {_OPENED_BY[about['kind']]} to open it.")
     return about
@@ -75,19 +75,19 @@ def is_index(path: Path) -> bool:
         return path.with_suffix(".npy").exists() or {"format", "files"} <= about.keys()
     except (ValueError, RecursionError):
         return True
-    except AttributeError:  # not an object but, for example, a list
+    except AttributeError:  # valid JSON, but not an object
         return False
 
 
 def read_array(path: Path, about: dict[str, Any]) -> np.ndarray[Any, Any]:
-    """Map an index's ``.npy`` file into memory, after checking that it belongs to the JSON file.
+    """Map an index's ``.npy`` file into memory. Its checksum must match the one in the JSON file.
 
     Raises:
-        ArgumentError: The file is missing or damaged, or belongs to another JSON file.
+        ArgumentError: The file is missing or damaged, or its checksum does not match.
     """
     try:
         if (crc := file_crc32(path)) != about[_NPY_CHECKSUM]:
-            raise damaged(path, f"its checksum is {crc:08x}, but the .json says {about[_NPY_CHECKSUM]:08x}")
+            raise damaged(path, f"its checksum is {crc:08x}, not {about[_NPY_CHECKSUM]:08x} as in its index")
     except FileNotFoundError:
         raise damaged(path.with_suffix(".json"), f"its companion file {path.name} is missing") from None
     return read_npy(path)
@@ -103,18 +103,18 @@ def read_npy(path: Path) -> np.ndarray[Any, Any]:
         array: np.ndarray[Any, Any] = np.lib.format.open_memmap(path, mode="r")
     except (OSError, ArgumentError):
         raise
-    except Exception as error:  # the header is a Python literal: if damaged, parsing may raise any error
+    except Exception as error:  # NumPy raises many kinds of exceptions for a damaged header
         raise damaged(path, " ".join(str(error).split())) from None
     if array.ndim != 1:
-        raise damaged(path, f"it has {array.ndim} dimensions, but must have one")
+        raise damaged(path, f"its array has {array.ndim} dimensions instead of one")
     return array
 
 
 def damaged(path: Path, why: str) -> ArgumentError:
     """Return the error for a damaged index."""
     return ArgumentError(
-        f"{path} is damaged: {why}. Copy it again, or write it again: with `ringdance data prepare "
-        f"--overwrite`, or for files from other tools, with `ringdance data index {path.parent}`"
+        f"{path} is damaged: {why}. Copy it again, or recreate it with `ringdance data prepare --overwrite` "
+        f"(or, if other tools wrote the files, with `ringdance data index {path.parent}`)"
     )
 
 

@@ -1,9 +1,9 @@
-"""Batches of decoded images in an epoch's order. Threads prepare the batches ahead of training.
+"""Loaders that yield batches of decoded images. Threads prepare the batches in advance.
 
 A global batch is what all ranks together consume in one step: the next ``batch_size * size`` samples in the
 epoch's order. It is divided among the ranks into blocks whose sizes differ by at most one sample. After any
-batch, the epoch has consumed the first ``position`` samples of its order. It can continue from there with any
-number of ranks.
+batch, the ranks have consumed the first ``position`` samples of the order. The epoch can resume from there
+with any number of ranks.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Batch:
         images: Shape (n, image_size, image_size, 3), uint8, RGB.
         labels: Shape (n,), int64.
         indices: Shape (n,), int64. The samples' numbers in the data set, or -1 for padding.
-        weight: Factor for this rank's mean loss: ``n * size / count`` on ``size`` ranks. The average of the
-            weighted losses over all ranks is then the mean over all samples in the global batch. 0 on a rank
+        weight: Factor for this rank's mean loss: ``n * size / count`` on ``size`` ranks. With it, the average
+            of the losses over all ranks is the mean over all samples in the global batch. 0 on a rank
             without samples, whose batch consists of one padding row.
         position: Number of the epoch's samples that all ranks together have consumed after this batch.
         count: Number of samples in the global batch.
@@ -61,11 +61,11 @@ class Source(Protocol):
 
 
 READ_BYTES, LARGE = 2 << 20, 16 << 30
-_READ_AHEAD = 4  # batches between the start of reading a piece and decoding its first image
+_READ_AHEAD = 4  # number of batches by which reading is ahead of decoding
 
 
 def piece_of(dataset: Any, read_bytes: int | None) -> int:
-    """Return the number of samples per read (equal on all ranks), or 0 to read each sample separately."""
+    """Return the number of samples per piece, the same on all ranks, or 0 to read samples separately."""
     if not hasattr(dataset, "will_need") or not len(dataset):
         return 0
     size = max(1, sum(file.size for file in dataset.files))
@@ -89,19 +89,19 @@ class ImageBatches(Batches):
 
 
 class Loader(ImageBatches):
-    """Decoded batches of a data set. Each iteration yields the rest of the current epoch.
+    """Yields batches of decoded images. Each iteration yields the rest of the current epoch.
 
     Args:
-        dataset: A ``ringdance.data.Dataset``, or any object with the same ``len()``, ``read`` and
-            ``rows["label"]``. If ``read_bytes`` is used, it also needs ``files`` and ``will_need``.
+        dataset: A ``ringdance.data.Dataset``, or any object that supports ``len()``, ``read`` and
+            ``rows["label"]`` in the same way, and for ``read_bytes`` also ``files`` and ``will_need``.
         batch_size: Images per batch on each rank.
         image_size: Height and width, in pixels.
-        augment: If True, take a random part of each image and flip it at random. Otherwise take the center.
+        augment: If True, crop and flip each image at random. Otherwise, crop it around the center.
         transform: Called as ``transform(image, draw)`` on each image after cropping and flipping, in a
             decoding thread. The image and the returned image have dtype uint8 and shape (image_size,
             image_size, 3). ``draw(low, high)`` returns a random number.
         shuffle: If True, use a different order in each epoch. Defaults to ``augment``.
-        seed: Seed of the order and the augmentation.
+        seed: Random seed of the order and the augmentation.
         rank: This process's rank. Each rank gets its share of each global batch.
         size: Number of ranks.
         threads: Number of decoding threads. Defaults to one per core of this process.
@@ -109,16 +109,16 @@ class Loader(ImageBatches):
         drop_last: If True, skip an epoch's last global batch if it is short, because a step with few
             samples has a noisy gradient at the full learning rate. Which samples are skipped depends on the
             epoch's order.
-        read_bytes: Bytes per read from a file if the order is shuffled. See Note [Order by pieces].
+        read_bytes: Size of each read in bytes if the order is shuffled. See Note [Order by pieces].
             If 0, each image is read separately, and all orders are equally likely. Defaults to 2 MiB for
             data sets larger than 16 GiB, which may not fit in memory, and to 0 for smaller ones.
 
     Attributes:
         piece: Number of samples that are read together, or 0 if each sample is read separately.
-        memory: Function that allocates the array for a batch's images, given its shape.
+        memory: Called with the shape of a batch's images. Returns an uninitialized uint8 array.
 
-    The batches do not depend on the number of threads or their speed: a sample's augmentation is drawn from
-    ``seed``, the epoch and the sample's number.
+    The batches do not depend on the number or speed of the threads, because a sample's augmentation is drawn
+    from ``seed``, the epoch and the sample's number.
 
     Raises:
         ArgumentError: An argument is invalid, or an image that an iteration decodes is broken. For a broken
@@ -150,7 +150,7 @@ class Loader(ImageBatches):
     thread_name = "ringdance-decode"
 
     def parts(self, epoch: Epoch) -> Iterator[Any]:
-        """Yield an epoch's batches. Threads start reading a batch's pieces a few batches earlier."""
+        """Yield the epoch's batches, to be passed to ``prepare``. Starts to read later batches in advance."""
         waiting: deque[Any] = deque()
         requested: set[int] = set()
         for part in epoch.plan.batches():
@@ -162,7 +162,7 @@ class Loader(ImageBatches):
         yield from waiting
 
     def _read_ahead(self, epoch: Epoch, numbers: Indices, known: set[int]) -> None:
-        """Start reading the samples' pieces, except those in ``known``, and add them to ``known``."""
+        """Start to read the samples' pieces, except those in ``known``. Adds them to ``known``."""
         if not epoch.plan.shuffle:  # the samples are consecutive
             epoch.reads.submit(self._read_piece, epoch, int(numbers[0]), int(numbers[-1]) + 1)
             return
@@ -171,8 +171,8 @@ class Loader(ImageBatches):
             epoch.reads.submit(self._read_piece, epoch, piece * self.piece, (piece + 1) * self.piece)
 
     def _read_piece(self, epoch: Epoch, first: int, stop: int) -> None:
-        """Read some samples into the page cache. Errors are reported later, when the samples are decoded."""
-        # At exit, the interpreter waits for all submitted work, even if the results are no longer needed.
+        """Read consecutive samples into the page cache. Decoding reports any errors later."""
+        # Skip the read if the interpreter is exiting, because it waits for all submitted work.
         if not (epoch.stop.is_set() or getattr(concurrent.futures.thread, "_shutdown", False)):
             self.dataset.will_need(first, stop)
 
@@ -196,7 +196,7 @@ class Loader(ImageBatches):
     def _fill(
         self, images: Array, numbers: Indices, rows: range, epoch: int, stop: threading.Event
     ) -> _Failure | None:
-        """Decode some rows of a batch. Returns the first row that fails, with its error."""
+        """Decode some rows of a batch. If a row fails, returns its number and the error."""
         for row in rows:
             if stop.is_set():
                 break
@@ -230,11 +230,11 @@ class Loader(ImageBatches):
 
 @dataclass(frozen=True)
 class Synthetic:
-    """A stand-in for a data set when only the training speed matters. See ``SyntheticLoader``.
+    """A stand-in for a data set, to measure training speed. See ``SyntheticLoader``.
 
     Attributes:
         samples: Samples per epoch.
-        classes: The labels.
+        classes: Class labels. Only their number is used.
     """
 
     samples: int = 1_281_167
@@ -245,10 +245,10 @@ class Synthetic:
 
 
 class SyntheticLoader(ImageBatches):
-    """A replacement for ``Loader`` that does not need a data set, to try out or time a training script.
+    """Like ``Loader``, but without a data set. Use it to try out or time a training script.
 
-    All batches share one array of random pixels. Sample numbers, weights and positions are the same as for a
-    real data set of that size.
+    All batches share one array of random pixels. The sample numbers, weights and positions are the
+    same as for a data set with ``samples`` images.
 
     Args:
         samples: Samples per epoch.
@@ -276,9 +276,7 @@ class SyntheticLoader(ImageBatches):
             yield _batch(self._images[: len(numbers)], numbers % self.classes, *part)
 
 
-def _batch(
-    images: Array, labels: Array, numbers: Indices, weight: float, position: int, count: int
-) -> Batch:
+def _batch(images: Array, labels: Array, numbers: Indices, weight: float, position: int, count: int) -> Batch:
     indices = numbers if weight else np.full_like(numbers, -1)
     return Batch(images, labels.astype(np.int64), indices, weight, position, count)
 

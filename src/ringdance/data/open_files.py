@@ -1,4 +1,4 @@
-"""A cache of open data files. Keeps as many recently used files open as the process's limit allows."""
+"""A cache of open data files, bounded by the process's limit on open files."""
 
 from __future__ import annotations
 
@@ -13,20 +13,19 @@ from ringdance.errors import ArgumentError
 from ringdance.host.limits import raise_open_files
 
 T = TypeVar("T")
-_SHARE, _MOST = 4, 4096  # each split may use a quarter of the limit, but at most 4096 files
+_SHARE, _MOST = 4, 4096  # limit the cache to 1/4 of the process's limit on open files, and to 4096 files
 
 
 class OpenFiles(Generic[T]):
     """Keeps the most recently used files open. Thread-safe.
 
-    If a file is dropped from the cache while threads are using it, it stays open until the last thread is
-    done.
+    A file that is dropped from the cache while threads are using it stays open until they have finished.
 
     Args:
         name: Returns a file's path, given its number.
         open: Opens a file, given its number and path. The result must close the file when its last
             reference is dropped.
-        count: Number of files. If the process may not open that many, its soft limit is raised.
+        count: Number of files. Raises the process's soft limit on open files if necessary.
     """
 
     def __init__(self, name: Callable[[int], Path], open: Callable[[int, Path], T], count: int) -> None:
@@ -43,7 +42,7 @@ class OpenFiles(Generic[T]):
         return self._files(number)
 
     def clear(self) -> None:
-        """Drop all files. The next use opens them again."""
+        """Drop all files from the cache. They are opened again when needed."""
         self._files.cache_clear()
 
     def _opened(self, number: int) -> T:
@@ -52,13 +51,13 @@ class OpenFiles(Generic[T]):
             return self._open(number, name)
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE) and self._files.cache_info().currsize:
-                self.clear()  # other code has used up the rest of the limit
+                self.clear()  # the process has reached its limit, perhaps because of other code
                 return self._opened(number)
             raise ArgumentError(f"{name}: {error.strerror or error}. {_fix(error)}") from None
 
 
 class Files:
-    """Base class of splits that keep files open. Each process opens the files itself."""
+    """Base class of splits that keep files open. Copies and unpickled objects open the files again."""
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state to pickle or copy, without the open files."""
@@ -73,5 +72,5 @@ def _fix(error: OSError) -> str:
             f"Raise the limit, or look in /proc/{os.getpid()}/fd to see which files are open."
         )
     if error.errno == errno.ENOENT:
-        return "The index lists it. Is the copy of the data complete?"
-    return "The index lists it. Can this user read it on this host?"
+        return "The index lists this file. Check whether the data set was copied completely."
+    return "The index lists this file. Check whether this user may read it on this host."

@@ -1,4 +1,4 @@
-"""Choose the order of an epoch's samples, and divide its global batches among the ranks."""
+"""Choose the order of samples in an epoch, and divide global batches among the ranks."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import numpy as np
 from ringdance.errors import ArgumentError
 
 Indices = np.ndarray[Any, np.dtype[np.int64]]
-SEEDS = 1 << 32  # number of seeds of NumPy's frozen generator, which draws the same numbers in all versions
+SEEDS = 1 << 32  # number of valid seeds for RandomState, whose results do not depend on NumPy's version
 
 
 def permutation(length: int, seed: int, epoch: int) -> Indices:
-    """Return the order of an epoch, shape (length,). It is the same in all versions of NumPy.
+    """Return an epoch's order of samples, shape (length,). It is the same in all versions of NumPy.
 
     Args:
         length: Number of samples in the data set.
@@ -26,12 +26,12 @@ def permutation(length: int, seed: int, epoch: int) -> Indices:
 
 
 # Note [Order by pieces]
-# A piece is a run of consecutive samples in a file, read together. The pieces are shuffled and dealt out to
+# A piece is a run of consecutive samples that are read together. The pieces are shuffled and dealt out to
 # lanes. Within a lane, each sample gets a random place within _MIXED pieces, so the samples of neighboring
 # pieces mix. The order of the epoch takes one sample from each lane in turn. A global batch therefore has
 # samples from all lanes, hence from 64 * 4 pieces. It is sorted by lane before it is divided among the ranks,
-# so that each host reads few pieces that other hosts also read. The order and the lanes do not depend on
-# the number of ranks, so an epoch can continue with another number. With more hosts than lanes, several hosts
+# so that few pieces are read by more than one host. The order and the lanes do not depend on the number of
+# ranks, so an epoch can resume with a different number. If there are more hosts than lanes, several hosts
 # read the same piece. A piece stays in the page cache until all its samples have been used, so all hosts
 # together cache 64 * 4 pieces, or 0.5 GB at 2 MiB each. If memory cannot hold a piece that long, it is read
 # again, sample by sample.
@@ -39,7 +39,7 @@ _LANES, _MIXED = 64, 4
 
 
 def by_pieces(length: int, piece: int, seed: int, epoch: int) -> tuple[Indices, Any]:
-    """Return an epoch's order, shape (length,), and each piece's lane. See Note [Order by pieces].
+    """Return an epoch's order of samples, and the lane of each piece. See Note [Order by pieces].
 
     Args:
         length: Number of samples in the data set.
@@ -55,24 +55,24 @@ def by_pieces(length: int, piece: int, seed: int, epoch: int) -> tuple[Indices, 
     within[:length] = random.random_sample(length)
     counts = np.bincount(lanes, minlength=_LANES) * piece
     counts[lanes[-1]] -= len(pieces) * piece - length  # the last piece is short
-    begin = np.minimum(np.arange(counts.max() + 1)[:, None], counts).sum(1)  # where each turn begins
+    begin = np.minimum(np.arange(counts.max() + 1)[:, None], counts).sum(1)  # start of each round of lanes
     for lane, count in enumerate(counts):
         samples = (pieces[lane::_LANES, None] * piece + np.arange(piece)).ravel()
         keys = np.arange(len(samples)) // piece + _MIXED * within[samples]
         order[begin[:count]] = samples[np.argsort(keys, kind="stable")[:count]]
-        begin[:count] += 1  # the next lane's place in each turn
+        begin[:count] += 1  # position of the next lane's sample in each round
     return order, lanes
 
 
 def block(count: int, rank: int, size: int) -> tuple[int, int]:
-    """Return the start and stop of a rank's block of ``count`` samples. Block sizes differ by at most one."""
+    """Return the start and stop of a rank's block when ``count`` samples are divided among the ranks."""
     each, remainder = divmod(count, size)
     start = rank * each + min(rank, remainder)
     return start, start + each + (rank < remainder)
 
 
 class BatchPlan:
-    """Decides which samples a rank gets in each batch of an epoch. All kinds of loaders use it.
+    """Decides which samples a rank gets in each batch of an epoch. Used for images and tables.
 
     Args:
         length: Number of samples in the data set.
@@ -81,7 +81,7 @@ class BatchPlan:
         seed: Seed of the order, from 0 to 2**32 - 1.
         rank: This process's rank.
         size: Number of ranks.
-        block: Number of consecutive samples that stay together, in order, when the data set is shuffled.
+        block: Number of consecutive samples that shuffling keeps together and in order.
         drop_last: If True, skip an epoch's last global batch if it is short.
         piece: Number of consecutive samples that are read together but mixed with others in the order. If 0,
             each sample is read separately.
@@ -121,8 +121,8 @@ class BatchPlan:
             raise ArgumentError(f"epoch={epoch} is out of range. Use an integer from 0 to 2**32 - 1.")
         if not 0 <= position <= self.length:
             raise ArgumentError(
-                f"position={position}: an epoch has only {self.length} samples. Use the data set that the "
-                "checkpoint was written with."
+                f"position={position} is out of range for a data set of {self.length} samples. If it is from "
+                "a checkpoint, use the same data set as when the checkpoint was written."
             )
         self.epoch, self.position = int(epoch), int(position)
 
@@ -138,12 +138,12 @@ class BatchPlan:
 
     @property
     def end(self) -> int:
-        """The position at which the epoch ends: the number of samples, not counting skipped ones."""
+        """The position at which the epoch ends: the number of samples, excluding those that are skipped."""
         left = (self.length - self.position) % self.whole if self.drop_last else 0
         return self.length - left
 
     def position_after(self, batches: int) -> int:
-        """Return the position in the epoch that is reached after ``batches`` more batches."""
+        """Return the position in the epoch after ``batches`` more batches."""
         return min(self.position + batches * self.whole, self.end)
 
     def __len__(self) -> int:
@@ -151,9 +151,9 @@ class BatchPlan:
         return -(-(self.end - self.position) // self.whole)
 
     def batches(self) -> Iterator[tuple[Indices, float, int, int]]:
-        """Yield this rank's samples, weight, position and count for each remaining batch.
+        """Yield this rank's sample numbers, weight, position and count for each remaining batch.
 
-        If a rank would get no samples, it gets the first sample of the global batch with weight 0.
+        A rank for which no samples are left gets the first sample of the global batch, with weight 0.
         """
         rows: Any
         lanes = None
@@ -177,11 +177,11 @@ class BatchPlan:
 
 
 class _Blocks:
-    """The order of the samples, derived from the order of their blocks. Needs memory only for the blocks."""
+    """Sample numbers in shuffled order, computed on demand from the order of the blocks to save memory."""
 
     def __init__(self, order: Indices, block: int, length: int) -> None:
         sizes = np.minimum(block, length - order * block)
-        self._ends = np.cumsum(sizes)  # where each block ends, in the shuffled order
+        self._ends = np.cumsum(sizes)  # end position of each block in the shuffled order
         self._shift = order * block - (self._ends - sizes)
 
     def __getitem__(self, part: slice) -> Indices:
@@ -193,11 +193,11 @@ def check_positive(**counts: int) -> None:
     """Raise ArgumentError if a count is less than 1. A count named ``length`` may be 0."""
     for name, value in counts.items():
         if value < (0 if name == "length" else 1):
-                raise ArgumentError(f"{name}={value!r} is not valid. Use a positive integer.")
+            raise ArgumentError(f"{name}={value!r} is not valid. Use a positive integer.")
 
 
 class Draws:
-    """Random numbers in [0, 1) for one sample. They do not depend on the rank, the thread or the batch.
+    """Generates random numbers for one sample that do not depend on the rank, the thread or the batch.
 
     The numbers come from a hash (SplitMix64) of the seed, the epoch and the sample, because seeding a NumPy
     generator takes as long as resizing a small image.

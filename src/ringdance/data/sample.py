@@ -1,4 +1,4 @@
-"""An image before it is written to a data set."""
+"""An image with its metadata, which functions that write data sets take as input."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Sample:
-    """An image with the metadata that a data set stores.
+    """An image and its metadata, to be written to a data set.
 
     Attributes:
-        image: Encoded as JPEG.
+        image: The image, encoded as JPEG.
         label: Class number, from 0.
-        synset: Directory name of its class, such as "n01440764".
+        synset: Directory name of the class, such as "n01440764".
         name: File name, including the class directory.
         height, width: Size in pixels.
     """

@@ -1,4 +1,4 @@
-"""TFRecord files and the ``tf.train.Example`` messages in them, without TensorFlow.
+"""Read and write TFRecord files and the ``tf.train.Example`` messages in them, without TensorFlow.
 
 A record consists of its length (8 bytes, little-endian), the masked CRC-32C of these 8 bytes, the data, and
 the masked CRC-32C of the data. The data is an Example, a protocol buffer that maps names to lists of bytes or
@@ -17,7 +17,7 @@ from ringdance.data.sample import Sample
 from ringdance.errors import ArgumentError
 
 LENGTH, _CRC = struct.Struct("<Q"), struct.Struct("<I")
-# Wire types of protocol buffers. _BYTES also covers strings, messages and packed numbers.
+# Wire types of protocol buffers. _BYTES includes strings, messages and packed numbers.
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 BYTES_LIST, FLOAT_LIST, INT64_LIST = 1, 2, 3  # field numbers in tf.train.Feature
 FIRST_LABEL = 1
@@ -27,12 +27,12 @@ Value = bytes | int
 
 
 def masked(crc: int) -> int:
-    """Mask a CRC-32C. TFRecord files store only masked CRCs."""
+    """Mask a CRC-32C, as TFRecord files require."""
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
 def features(sample: Sample) -> dict[str, Value]:
-    """Return a sample's features, except the image itself. Names are as in TensorFlow's ImageNet scripts."""
+    """Return a sample's features except the image, named as in TensorFlow's ImageNet scripts."""
     return {
         "image/channels": 3,
         "image/class/label": sample.label + FIRST_LABEL,
@@ -46,13 +46,13 @@ def features(sample: Sample) -> dict[str, Value]:
 
 
 def encode(features: Mapping[str, Value], name: str, data: bytes) -> bytes:
-    """Encode an Example up to, but not including, the bytes ``data`` of its last feature ``name``."""
+    """Encode an Example whose last feature, ``name``, has the value ``data``. Omits the final ``data``."""
     body = b"".join(_feature(key, value) for key, value in sorted(features.items()))
     body += entry(name, BYTES_LIST, len(data))
     return delimiter(1, len(body) + len(data)) + body
 
 
-@lru_cache(maxsize=4096)  # most values recur in other images
+@lru_cache(maxsize=4096)  # most features are the same for many images
 def _feature(name: str, value: Value) -> bytes:
     kind, data = (BYTES_LIST, value) if isinstance(value, bytes) else (INT64_LIST, varint(value))
     return entry(name, kind, len(data)) + data
@@ -60,12 +60,12 @@ def _feature(name: str, value: Value) -> bytes:
 
 @lru_cache(maxsize=4096)
 def entry(name: str, kind: int, size: int) -> bytes:
-    """Encode an entry in an Example's map up to, but not including, its value of ``size`` bytes.
+    """Encode an entry in an Example's map of features, without the value at its end.
 
     Args:
         name: Name of the feature.
-        kind: Field of tf.train.Feature, such as ``BYTES_LIST``. Numbers are packed.
-        size: Size in bytes of the value: a single string, or all packed numbers.
+        kind: Field number in tf.train.Feature, such as ``BYTES_LIST``.
+        size: Size in bytes of the value, which is a single string, or all numbers in packed form.
     """
     feature = delimiter(1, size)
     feature = delimiter(kind, len(feature) + size) + feature
@@ -74,7 +74,7 @@ def entry(name: str, kind: int, size: int) -> bytes:
 
 
 def write(shard: ShardWriter, sample: Sample) -> int:
-    """Append a record. Returns the image's offset in the file."""
+    """Append a sample as a record. Returns the image's offset in the file."""
     head = encode(features(sample), "image/encoded", sample.image)
     shard.write(_head(len(head) + len(sample.image)) + head)
     offset = shard.size
@@ -84,21 +84,21 @@ def write(shard: ShardWriter, sample: Sample) -> int:
 
 
 def framed(data: bytes) -> bytes:
-    """Return a record that contains ``data``."""
+    """Return a record with ``data``, its length and the checksums."""
     return _head(len(data)) + data + _CRC.pack(masked(crc32c(data)))
 
 
 def _head(size: int) -> bytes:
-    """Return the bytes that precede a record's data."""
+    """Return the bytes before a record's data: its length and the length's checksum."""
     length = LENGTH.pack(size)
     return length + _CRC.pack(masked(crc32c(length)))
 
 
 def records(file: BinaryIO, check: bool = True) -> Iterator[tuple[int, bytes, bytes, bytes]]:
-    """Yield each record's offset, the bytes before its data, the data, and its checksum.
+    """Yield each record's offset, the 12 bytes before its data, the data, and the data's checksum.
 
     Args:
-        file: File, positioned at its start.
+        file: Binary file, positioned at its start.
         check: If True, verify the data's checksum. The length's checksum is always verified.
 
     Raises:
@@ -114,15 +114,15 @@ def records(file: BinaryIO, check: bool = True) -> Iterator[tuple[int, bytes, by
         crc = file.read(4)
         if len(crc) < 4:
             where = f"record {number}, at byte {offset}"
-            raise ArgumentError(f"{file.name} ends within {where}. Was its writer stopped?")
+            raise ArgumentError(f"{file.name} is incomplete: it ends within {where}. Write or copy it again.")
         if check and masked(crc32c(data)) != _CRC.unpack(crc)[0]:
-            raise ArgumentError(f"{file.name}: the record at byte {offset} has a wrong checksum.")
+            raise ArgumentError(f"{file.name} is damaged: the record at byte {offset} has a wrong checksum.")
         yield offset, head, data, crc
         offset += 16 + length
 
 
 def is_head(head: bytes) -> bool:
-    """Return True if 12 bytes consist of a record's length and its checksum."""
+    """Return True if ``head`` consists of a record's length and the length's checksum, 12 bytes in total."""
     return len(head) == 12 and masked(crc32c(head[:8])) == _CRC.unpack(head[8:])[0]
 
 
@@ -135,19 +135,19 @@ def parse(data: bytes) -> dict[str, tuple[Value | float, int]]:
     features: dict[str, tuple[Value | float, int]] = {}
     try:
         for _, start, end in fields(data, 0, len(data)):  # Example
-            for _, at, stop in fields(data, start, end):  # Features: entries of a map
+            for _, at, stop in fields(data, start, end):  # Features, a map with these entries
                 entry = {number: (a, b) for number, a, b in fields(data, at, stop)}
                 key = data[slice(*entry[1])].decode()
                 for kind, a, b in fields(data, *entry.get(2, (0, 0))):
                     if value := _first(data, kind, a, b):
                         features[key] = value
     except (IndexError, KeyError, ValueError):
-        raise ArgumentError("a record does not hold a tf.train.Example") from None
+        raise ArgumentError("a record does not contain a tf.train.Example") from None
     return features
 
 
 def _first(data: bytes, kind: int, start: int, end: int) -> tuple[Value | float, int] | None:
-    """Return the first value of a list of bytes, floats or integers."""
+    """Return the first value of a BytesList, FloatList or Int64List, with its offset."""
     for _, at, stop in fields(data, start, end):
         if kind == BYTES_LIST:
             return data[at:stop], at
@@ -160,7 +160,7 @@ def _first(data: bytes, kind: int, start: int, end: int) -> tuple[Value | float,
 
 
 def varint(value: int) -> bytes:
-    """Encode an integer. Negative integers take 64 bits."""
+    """Encode an integer as a varint. A negative integer is encoded as 64-bit two's complement."""
     value &= (1 << 64) - 1
     encoded = bytearray()
     while value > 127:
@@ -172,12 +172,12 @@ def varint(value: int) -> bytes:
 
 @lru_cache(maxsize=4096)
 def delimiter(field: int, size: int) -> bytes:
-    """Return the bytes that precede a field's ``size`` bytes."""
+    """Encode the tag and the size of a length-delimited field."""
     return varint(field << 3 | _BYTES) + varint(size)
 
 
 def delimited(field: int, data: bytes) -> bytes:
-    """Encode a field that holds bytes."""
+    """Encode a length-delimited field, which contains bytes, a string or a message."""
     return delimiter(field, len(data)) + data
 
 
@@ -206,7 +206,7 @@ def fields(data: bytes, at: int, end: int) -> Iterator[tuple[int, int, int]]:
 
 
 def read_varint(data: bytes, at: int) -> tuple[int, int]:
-    """Return the integer at ``at``, from 0 to 2**64 - 1, and the offset after it."""
+    """Decode the varint at ``at``. Returns the integer, from 0 to 2**64 - 1, and the offset after it."""
     value, shift = data[at], 7
     at += 1
     while value >> shift - 7 > 127:

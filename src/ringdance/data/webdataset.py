@@ -1,4 +1,4 @@
-"""Tar files that WebDataset reads: ``key.jpg`` and ``key.cls`` for each sample."""
+"""Write tar files for WebDataset, with ``key.jpg`` and ``key.cls`` for each sample."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def write(shard: ShardWriter, sample: Sample, key: str) -> int:
 
 
 def key_of(sample: Sample) -> str:
-    """Return a sample's name in a tar. It has no dots, because WebDataset splits names at the first dot."""
+    """Return a sample's key, without dots because WebDataset splits file names at the first dot."""
     name = sample.name.rpartition("/")[2].rpartition(".")[0] or sample.name
     directory = f"{sample.synset}/" if sample.synset else ""
     return (directory + name).replace(".", "_")
@@ -30,7 +30,7 @@ def end(shard: ShardWriter) -> None:
 
 
 def _member(shard: ShardWriter, name: str, data: bytes) -> int:
-    header = tarfile.TarInfo(name)  # without time and owner, so that equal samples yield identical files
+    header = tarfile.TarInfo(name)  # without time and owner, so that files are reproducible
     header.size, header.mode = len(data), 0o644
     shard.write(header.tobuf(tarfile.PAX_FORMAT, "utf-8", "surrogateescape"))
     offset = shard.size

@@ -29,10 +29,10 @@ def write_shard(path: Path, format: str, samples: Iterable[Sample]) -> tuple[Sha
     Args:
         path: Path of the file.
         format: "tfrecord" or "webdataset".
-        samples: The samples, in the order in which to write them.
+        samples: The samples, in the order in which they are to be written.
 
     Returns:
-        The file's index entry, and its rows with 0 as the file number.
+        The file's entry for the index, and its index rows, in which the file number is 0.
     """
     rows: list[tuple[int, int, int, int]] = []
     keys: set[str] = set()
@@ -42,7 +42,7 @@ def write_shard(path: Path, format: str, samples: Iterable[Sample]) -> tuple[Sha
                 offset = tfrecord.write(shard, sample)
             else:
                 key = webdataset.key_of(sample)
-                # WebDataset would read consecutive entries with equal keys as one sample.
+                # Make the keys unique, because WebDataset merges consecutive entries with equal keys.
                 key = f"{key}-{len(rows)}" if key in keys else key
                 keys.add(key)
                 offset = webdataset.write(shard, sample, key)
@@ -53,23 +53,18 @@ def write_shard(path: Path, format: str, samples: Iterable[Sample]) -> tuple[Sha
 
 
 def write(
-    path: str | os.PathLike[str],
-    samples: Iterable[tuple[bytes, int]],
-    split: str = "train",
-    *,
-    format: str = "tfrecord",
-    shards: int = 1,
-    classes: Sequence[str] = (),
+    path: str | os.PathLike[str], samples: Iterable[tuple[bytes, int]], split: str = "train", *,
+    format: str = "tfrecord", shards: int = 1, classes: Sequence[str] = (),
 ) -> Dataset:
     """Write a small data set. For large ones, use ``ringdance data prepare``, which writes in parallel.
 
     Args:
-        path: Directory. It is created if it is missing.
-        samples: Pairs of an encoded JPEG and its label. Labels start from 0.
+        path: Directory of the data set, which is created if necessary.
+        samples: Pairs of an encoded JPEG and a label. Labels start from 0.
         split: Name of the split, such as "train".
         format: "tfrecord" or "webdataset".
         shards: Number of files.
-        classes: Class names, in the order of the labels. Defaults to the labels.
+        classes: Class names, in the order of the labels. Defaults to the labels as strings.
 
     Raises:
         ArgumentError: An image is not a JPEG, or a package is missing.

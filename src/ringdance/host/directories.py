@@ -9,8 +9,8 @@ import sys
 import zlib
 from collections.abc import Iterable, Mapping
 
-_ROOM, _FILES = 1 << 20, 100  # minimum free bytes and inodes, for sockets and MPI's own files
-_LONGEST = 59  # maximum length of a directory's path, in bytes, so that the path of a job's socket in it fits
+_ROOM, _FILES = 1 << 20, 100  # free bytes and inodes needed for sockets and MPI's own files
+_LONGEST = 59  # maximum length of a directory's path in bytes, to leave room for a job's socket in it
 
 
 def bases(environ: Mapping[str, str]) -> list[str]:
@@ -31,7 +31,7 @@ def usable(bases: Iterable[str]) -> tuple[list[str], str]:
 
 def _unusable(base: str) -> str:
     if not os.path.isabs(base) or os.pathsep in base or base.split() != [base]:
-        return f"it is relative, or contains a {os.pathsep!r} or a blank"
+        return f"its path must be absolute and must not contain {os.pathsep!r} or a blank"
     if len(base.encode()) > _LONGEST:
         return f"its path is longer than {_LONGEST} bytes"
     if not os.path.isdir(base):
@@ -40,7 +40,7 @@ def _unusable(base: str) -> str:
         return "it is not writable"
     room = os.statvfs(base)
     full = room.f_bavail * room.f_frsize < _ROOM or (room.f_files and room.f_favail < _FILES)
-    return f"it has no space for {_FILES} files of {_ROOM >> 20} MiB in total" if full else ""
+    return f"it does not have space for {_FILES} files with {_ROOM >> 20} MiB in total" if full else ""
 
 
 def is_own(directory: str) -> bool:

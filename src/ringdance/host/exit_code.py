@@ -28,7 +28,7 @@ class _Exit(SystemExit):
         code = _CODE.__get__(self)
         if sys._getframe().f_back is None:  # otherwise a function has caught the exception and reads its code
             if code is not None and not isinstance(code, int):
-                with contextlib.suppress(Exception):  # what Python would print, but before the job ends
+                with contextlib.suppress(Exception):  # print what Python would, but before the job ends
                     sys.stderr.write(f"{code}\n")
                     code = 1
             _taken.append(code)
@@ -52,18 +52,18 @@ def _new_exit(*args: Any) -> SystemExit:
 
 
 def watch(tell: Callable[[], None] | None = None) -> None:
-    """From now on, record the code with which ``sys.exit()``, ``exit()`` and ``quit()`` end the program.
+    """Start recording the code with which ``sys.exit()``, ``exit()`` or ``quit()`` ends the program.
 
     A ``raise SystemExit(...)`` in the script cannot be recorded. A second call only adds ``tell``.
 
     Args:
-        tell: Called as soon as the code is known. (Python waits for threads before ``atexit`` functions.)
+        tell: Called as soon as the code is known. ``atexit`` functions run only after all threads have ended.
     """
     if tell is not None:
         _told.append(tell)
     if "SystemExit" in vars(_sitebuiltins):
         return
-    vars(_sitebuiltins)["SystemExit"] = _new_exit  # exit() and quit() raise this
+    vars(_sitebuiltins)["SystemExit"] = _new_exit  # exit() and quit() raise the exception by this name
     former = sys.exit
 
     @functools.wraps(former)

@@ -18,7 +18,7 @@ from ringdance.errors import LaunchError, optional
 
 NO_FORMAT = (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError)
 """Exceptions that may be raised if a file's content does not have the expected format."""
-_LARGEST = {float: 1e16, int: 2.0**64}  # limits for times in seconds or microseconds, and for counters
+_LARGEST = {float: 1e16, int: 2.0**64}  # upper bounds for times (in s or µs) and for counters
 # Plain scalars of YAML 1.2 that are not strings.
 _YAML = {
     "null": r"~|null|Null|NULL|", "bool": "true|True|TRUE|false|False|FALSE",
@@ -28,15 +28,15 @@ _YAML = {
 
 
 def typed(found: dict[str, Any], key: str, kind: Any) -> Any:
-    """Return a value from a JSON object. Raises one of NO_FORMAT if its type is not ``kind``."""
+    """Return ``found[key]`` if its type is ``kind``. Otherwise, raise one of the exceptions NO_FORMAT."""
     if not _fits(found[key], kind):
-        raise ValueError(f"{key} is not a {kind}")
+        raise ValueError(f"the value of {key} must have the type {kind}")
     return found[key]
 
 
 def _fits(value: Any, kind: Any) -> bool:
     if kind in _LARGEST:
-        return type(value) in (int, kind) and abs(value) < _LARGEST[kind]  # neither bool nor NaN
+        return type(value) in (int, kind) and abs(value) < _LARGEST[kind]  # excludes bool and NaN
     outer, parts = get_origin(kind), get_args(kind)
     if outer is UnionType:
         return any(_fits(value, part) for part in parts)
@@ -47,9 +47,11 @@ def _fits(value: Any, kind: Any) -> bool:
 
 
 def check_regular(path: str | os.PathLike[str]) -> None:
-    """Raise LaunchError if the path exists but is not a regular file. Reading from a pipe may never end."""
+    """Raise LaunchError if the path exists but is not a regular file. Reading from a pipe may block."""
     if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
-        raise LaunchError(f"{path} is not a regular file. Copy its content to a regular file.")
+        raise LaunchError(
+            f"{path} is not a regular file. Copy its content to a regular file, and pass that file."
+        )
 
 
 def read_regular(path: Path) -> str:
@@ -88,7 +90,7 @@ def open_at_once(path: str, flags: int) -> int:
 
 
 def unique_beside(path: Path, word: str) -> Path:
-    """Return a path in the directory of ``path`` that no other process uses."""
+    """Return a hidden path next to ``path``, marked with ``word``, that no other process uses."""
     return path.with_name(f".{path.name}.{word}-{os.uname().nodename}-{os.getpid()}")
 
 
@@ -102,7 +104,7 @@ def sync_path(path: Path) -> None:
 
 
 def whole_text(path: Path) -> AbstractContextManager[TextIO]:
-    """Open a text file for writing. Like ``whole_file``, it appears only when it is complete."""
+    """Open a text file for writing that appears only when it is complete. See ``whole_file``."""
     return whole_file(path, "w", encoding="utf-8", errors="surrogateescape")
 
 

@@ -57,13 +57,13 @@ def affinity(pid: int = 0) -> set[int]:
 
 
 def quota() -> tuple[float, str]:
-    """Return the lowest CPU quota of this process's cgroups, in cores, and the directory of that cgroup."""
+    """Return the lowest CPU quota of this process's cgroups, in cores, and the directory that sets it."""
     quotas = [(float("inf"), "")]
     for directory in cgroups("cpu"):
         words = words_of(f"{directory}/cpu.max") or [
             *words_of(f"{directory}/cpu.cfs_quota_us"), *words_of(f"{directory}/cpu.cfs_period_us")
         ]  # fmt: skip
-        if len(words) == 2 and words[0].isdecimal() and int(words[0]) > 0:  # neither "max" nor -1
+        if len(words) == 2 and words[0].isdecimal() and int(words[0]) > 0:  # rules out "max" and -1
             quotas.append((int(words[0]) / int(words[1]), directory))
     return min(quotas)
 
@@ -82,8 +82,8 @@ def shared_cores(pids: Iterable[int]) -> int:
     """Return this process's share of the cores that it may use. The result may be 0.
 
     Args:
-        pids: Computing processes with the same quota, including this one. Those whose affinity masks
-            overlap share the common cores. If a launcher binds ranks to cores, it has already divided them.
+        pids: Computing processes with the same quota, including this one. Each core is divided equally among
+            the processes that may run on it.
     """
     masks = [affinity(pid) for pid in pids] or [affinity()]
     own = sum(1 / max(1, sum(core in mask for mask in masks)) for core in affinity())

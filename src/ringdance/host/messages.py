@@ -24,7 +24,7 @@ AGENT_SPEAKS = b"\n::ringdance-agent::\n"
 def watch(
     selector: selectors.BaseSelector, descriptor: int, event: int, action: Callable[[], Any] | None
 ) -> None:
-    """Register an action for a descriptor, or unregister it if ``action`` is None. Idempotent."""
+    """Register an action for a descriptor, or unregister the descriptor if ``action`` is None. Idempotent."""
     known = selector.get_map().get(descriptor) is not None
     if action and not known:
         selector.register(descriptor, event, action)
@@ -54,7 +54,7 @@ class Channel:
         return cls(sock)
 
     def send(self, message: dict[str, Any], descriptors: Sequence[int] = ()) -> bool:
-        """Send a message, with open file descriptors, to the peer. Returns False if it has disconnected."""
+        """Send a message and file descriptors to the peer. Returns False if the peer has disconnected."""
         data = json.dumps(message).encode() + b"\n"
         try:
             sent = socket.send_fds(self.sock, [data], list(descriptors)) if descriptors else 0
@@ -64,7 +64,7 @@ class Channel:
         return True
 
     def receive(self) -> tuple[list[dict[str, Any]], list[int], bool]:
-        """Read once. Return messages, descriptors, and whether the peer is still connected."""
+        """Read once. Return complete messages, descriptors, and whether the peer is still connected."""
         try:
             data, descriptors, _, _ = socket.recv_fds(self.sock, 65536, 8)
         except (BlockingIOError, InterruptedError):
@@ -80,13 +80,13 @@ class Frames:
 
     Args:
         read, write: Descriptors, which become non-blocking. They may be the same.
-        after: Text that precedes the first message. Text before it (such as a greeting) goes to ``preamble``.
+        after: Marker before the first message. Text before it, such as a login banner, goes to ``preamble``.
     """
 
-    _HEAD = struct.Struct("!II")  # sizes of text and payload in bytes
-    _MORE = 1 << 31  # flag in the first number: the payload continues in the next frame, which has no text
+    _HEAD = struct.Struct("!II")  # sizes of the text and the payload, in bytes
+    _MORE = 1 << 31  # flag in the text's size if the payload continues in the next frame, which has no text
     _CHUNK = 1 << 20
-    _MOST = 64 << 20  # larger lengths cannot come from a valid frame
+    _MOST = 64 << 20  # maximum length in a valid frame
 
     def __init__(self, read: int, write: int, after: bytes = b"") -> None:
         self.read_fd, self.write_fd, self._after = read, write, after
@@ -94,7 +94,7 @@ class Frames:
         os.set_blocking(read, False)
         os.set_blocking(write, False)
         self._held = bytearray()
-        self._text = b""  # text of the message whose payload is still incomplete
+        self._text = b""  # text of a message whose payload is not complete yet
         self._payload: list[bytes] = []
         self._outbox: collections.deque[memoryview] = collections.deque()
         self.unsent = 0
@@ -144,12 +144,12 @@ class Frames:
 
     @classmethod
     def pack(cls, text: bytes, payload: bytes | memoryview = b"") -> bytes:
-        """Return the bytes of a message. ``text`` is its JSON."""
+        """Encode a message as bytes. ``text`` is its JSON."""
         # The final newline is for srun, which forwards complete lines immediately but holds back other data.
         return cls._HEAD.pack(len(text), len(payload)) + text + payload + b"\n"
 
     def receive(self) -> tuple[list[tuple[dict[str, Any], bytes]], bool]:
-        """Read once. Return messages with their payloads, and whether the peer is still connected.
+        """Read once. Return complete messages with their payloads, and whether the peer is still connected.
 
         Raises:
             ValueError: The data is not a valid message.

@@ -1,7 +1,8 @@
-"""Private JAX names that the binding uses. Comments explain each name's purpose and what happens without it.
+"""Private JAX names that the JAX binding uses.
 
 All names exist in JAX 0.6 to 0.12. They are looked up when this module is imported. If a name is missing, the
-binding uses a fallback. The tests also cover the fallbacks.
+binding uses a fallback. The comments explain what each name is for and what the fallback is. The tests also
+cover the fallbacks.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ def _find(module: str, name: str, default: Any = None) -> Any:
 
 
 # jax._src.effects: an ordered effect keeps exchanges in program order, and prevents JAX from removing those
-# whose results are unused. Without it, programs exchange through jax.experimental.io_callback.
+# whose results are unused. Without it, programs call exchanges through jax.experimental.io_callback.
 _SETS = (
     "ordered_effects", "shardable_ordered_effects", "lowerable_effects", "control_flow_allowed_effects",
     "custom_derivatives_allowed_effects", "remat_allowed_effects",
@@ -39,7 +40,7 @@ def _declare_effect() -> Any:
 EFFECT = _declare_effect()
 
 # jax._src.core.abstract_token: the type of the token that an ordered effect passes from one operation to the
-# next. XLA's foreign function interface needs it. Without it, programs call Python with arrays.
+# next. Calls through XLA's foreign function interface need it. Without it, programs use a Python callback.
 abstract_token: Any = _find("core", "abstract_token")
 
 # jax._src.dispatch.runtime_tokens: the tokens that this thread's next program waits for. After an exchange
@@ -47,12 +48,12 @@ abstract_token: Any = _find("core", "abstract_token")
 # name, the tokens cannot be dropped, so all later programs fail.
 drop_tokens: Callable[[], Any] = getattr(_find("dispatch", "runtime_tokens"), "clear", int)
 
-# jax._src.core.trace_state_clean: a fast check for whether JAX is tracing at all. Without it, each call
-# outside of programs takes a few microseconds longer.
+# jax._src.core.trace_state_clean: a fast check of whether JAX is tracing. Without it, each eager call
+# takes a few microseconds longer.
 no_trace: Callable[[], bool] = _find("core", "trace_state_clean", bool)
 
 # jax._src.sharding_impls.SPMDAxisContext: the axis context in which shard_map and pmap lower a program.
-# Without it, a collective within them fails with an error from JAX instead of our own message.
+# Without it, a collective within either of them fails with an error from JAX instead of our own message.
 SPMDAxisContext: Any = _find("sharding_impls", "SPMDAxisContext", ())
 
 # jax._src.callback._callback_op_sharding: lets a program for several devices of this process call Python
@@ -60,8 +61,8 @@ SPMDAxisContext: Any = _find("sharding_impls", "SPMDAxisContext", ())
 one_device_of: Callable[..., Any] | None = _find("callback", "_callback_op_sharding")
 
 
-# jax._src.interpreters.pxla._cached_lowering_to_hlo: lowers a traced program. See ``programs``. Without it,
-# programs with exchanges are started by JAX's Python code.
+# jax._src.interpreters.pxla._cached_lowering_to_hlo: lowers a traced program. See programs.py. Without it,
+# JAX starts programs with exchanges from its Python code instead of its C++ code.
 def lowering_to_hlo() -> Callable[..., Any] | None:
     """Return the function with which JAX lowers a program, or None if this version of JAX lacks it."""
     return _find("interpreters.pxla", "_cached_lowering_to_hlo")

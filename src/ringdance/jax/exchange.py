@@ -5,8 +5,8 @@ eager call runs immediately on views of the arrays. Within ``jit``, a call becom
 effect: the calls in a program keep their order, which must be the same on all ranks, and calls whose results
 are unused are not removed. On the CPU, the primitive is lowered to a call through XLA's foreign function
 interface (``ffi``), which reads and writes XLA's memory in place. On accelerators, and if the layout of XLA's
-structures is unknown, it is lowered to a Python callback with arrays. ``programs`` describes how programs are
-started.
+structures is unknown, it is lowered to a Python callback that receives arrays. ``programs`` describes how
+programs are started.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ Shapes = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class JaxCall:
-    """A collective call, with all values that are static in a JAX program. Hashable.
+    """Hashable description of a collective call: all values that are static in a JAX program.
 
     Args:
         call: The collective and its options.
-        splits: Number of rows to send to each member. Only for an alltoall outside of programs.
-        rows: Number of rows of each input. Only for collectives that change the number of rows.
+        splits: Number of rows to send to each rank of the set. Only for an alltoall outside of programs.
+        rows: Number of rows in each input. Only for collectives that change the number of rows.
     """
 
     call: Call
@@ -62,13 +62,13 @@ def run(
     what: JaxCall, inputs: tuple[Array, ...], outputs: tuple[Array, ...] | None = None,
     shapes: Shapes | None = None,
 ) -> list[Array]:
-    """Run an exchange.
+    """Run an exchange of NumPy arrays and return its results.
 
     Args:
         what: The exchange.
         inputs: Contiguous arrays.
-        outputs: Arrays to write the results to.
-        shapes: Shapes that the results must have.
+        outputs: Arrays to write the results to. By default, new arrays are allocated.
+        shapes: Shapes that the results must have. By default, all shapes are accepted.
 
     Raises:
         CollectiveError: The exchange failed, or a result's shape differs from the one that compiled code
@@ -88,8 +88,8 @@ def run(
         if result.shape != shape:
             raise CollectiveError(
                 f"{call.kind.name.lower()} {call.name or ''} returned shape {result.shape}, but the compiled "
-                f"program expects {shape}: within jit, the first dimension must be equal on all ranks. "
-                "Call the collective outside of jit."
+                f"program expects {shape}. Within jit, the first dimension must have the same size on all "
+                "ranks. If the sizes differ, call the collective outside of jit."
             )
     if outputs is not None:
         for result, output in zip(results, outputs, strict=True):
@@ -110,10 +110,10 @@ def _reporting(function: Callable[[], Any]) -> Any:
     """Call a function for a compiled program and report its error, because JAX raises it only later."""
     try:
         result = function()
-    except Exception as error:  # JAX raises it only when a result is read.
+    except Exception as error:  # JAX does not raise the error until a result is read.
         if isinstance(error, CollectiveError):
             remember(error)
-        if not isinstance(error, (NotInitializedError, ShutDownError)):  # The script has ended.
+        if not isinstance(error, (NotInitializedError, ShutDownError)):  # Both mean that the script ended.
             session.note_unseen(error)
         _failed[:] = [error]
         raise
@@ -134,12 +134,12 @@ def is_traced(values: Sequence[Any]) -> bool:
 
 
 def in_program(values: Sequence[Any]) -> bool:
-    """Return True if an exchange of these values (even constants) becomes part of a program being traced."""
+    """Return True if an exchange of these values, even of constants, becomes part of a traced program."""
     return is_traced(values) or (not _private.no_trace() and is_traced([jax.numpy.zeros(())]))
 
 
 def eager(what: JaxCall, values: Sequence[Any], shapes: Shapes) -> list[Any]:
-    """Run an exchange immediately. First waits for running programs, to keep the calls in order."""
+    """Run an exchange immediately. The calls stay in order: those through the host wait for running programs."""
     if what.call.kind in _FIXED and _on_device(values):
         dtypes = [value.dtype for value in values]
         if device.supported(what.call, [value.shape for value in values], dtypes):
@@ -193,16 +193,14 @@ _primitive.def_impl(lambda *values, what, shapes, **_: eager(what, values, shape
 _primitive.def_effectful_abstract_eval(_abstract)
 
 
-def compiled(
-    what: JaxCall, values: Sequence[Any], shapes: Shapes, dtypes: Sequence[Any]
-) -> tuple[Any, ...]:
+def compiled(what: JaxCall, values: Sequence[Any], shapes: Shapes, dtypes: Sequence[Any]) -> tuple[Any, ...]:
     """Add an exchange to the program that is being traced.
 
     Args:
         what: The exchange.
         values: Traced arrays.
         shapes: Shapes of the results.
-        dtypes: Types of the results.
+        dtypes: Dtypes of the results.
     """
     kinds = tuple(np.dtype(kind) for kind in dtypes)
     if EFFECT is None:
@@ -212,17 +210,17 @@ def compiled(
 
 
 def _callback(what: JaxCall, shapes: Shapes) -> Any:
-    """Return a function that takes arrays and runs the exchange."""
+    """Return a callback that runs the exchange on the arrays it receives."""
     return lambda *arrays: tuple(_run_compiled(what, tuple([array_of(arr) for arr in arrays]), None, shapes))
 
 
 def _sharding(ctx: Any) -> Any:
-    """Return the sharding with which a program on several devices calls Python once. None for one device."""
+    """Return the sharding with which a multi-device program calls Python once, or None for one device."""
     context = ctx.module_context.axis_context
     if isinstance(context, _private.SPMDAxisContext):
         raise ArgumentError(
-            "Within shard_map or pmap, each device of this process would call the collective, in undefined "
-            "order. Call the collective in a jit around shard_map or pmap. There, it gets the whole array, "
+            "A collective cannot be called within shard_map or pmap, because each device of this process "
+            "would call it, in undefined order. Call it in the enclosing jit, where it gets the whole array "
             "even if the array is sharded."
         )
     if _devices(ctx) == 1:
@@ -230,8 +228,8 @@ def _sharding(ctx: Any) -> Any:
     # Before JAX 0.10, XLA's partitioner cannot place the token that keeps exchanges in order.
     if jax.__version_info__ < (0, 10) or _private.one_device_of is None:
         raise ArgumentError(
-            "With this version of JAX, a program with a collective must run on one device of this process. "
-            "Use JAX 0.10 or newer, or keep the arrays on one device."
+            "With this version of JAX, a program that contains a collective can use only one device per "
+            "process. Upgrade to JAX 0.10 or newer, or keep the arrays on one device."
         )
     return _private.one_device_of(context, None, ctx.avals_out)
 
@@ -241,7 +239,7 @@ def _devices(ctx: Any) -> int:
 
 
 def _by_callback(ctx: Any, *operands: Any, what: JaxCall, shapes: Shapes, **_: Any) -> Any:
-    """Lower to a Python callback with arrays: for accelerators, or if XLA's structures are unknown."""
+    """Lower to a Python callback. Used on accelerators, or if the layout of XLA's structures is unknown."""
     results, token, _ = mlir.emit_python_callback(
         ctx, _callback(what, shapes), ctx.tokens_in.get(EFFECT), list(operands), ctx.avals_in, ctx.avals_out,
         has_side_effect=True, sharding=_sharding(ctx), **_RETURNS_TOKEN,
@@ -260,7 +258,7 @@ def _by_nccl(ctx: Any, *operands: Any, what: JaxCall, shapes: Shapes, **rest: An
 
 
 def _by_ffi(ctx: Any, *operands: Any, what: JaxCall, shapes: Shapes, **rest: Any) -> Any:
-    """Lower to a call that gets the addresses of XLA's memory. The call works in place if possible."""
+    """Lower to a call that receives the addresses of XLA's buffers, and works in place if possible."""
     if _devices(ctx) > 1 or not by_address():
         return _by_callback(ctx, *operands, what=what, shapes=shapes, **rest)
     aliases = {index + 1: index + 1 for index in range(len(operands)) if what.call.keeps_shapes}

@@ -1,8 +1,9 @@
-"""Handlers for XLA's foreign function interface, written with ctypes. They get the addresses of XLA's memory.
+"""Handlers for XLA's foreign function interface, written with ctypes.
 
-XLA declares the structures in ``xla/ffi/api/c_api.h``, which is part of jaxlib. This module reads the header
-before it registers a handler. If the members of a structure differ from the declaration in this module,
-``available()`` returns False and no memory is accessed.
+XLA passes the addresses of its buffers to a handler, so that exchanges can work on them in place. It declares
+the structures of the interface in ``xla/ffi/api/c_api.h``, which is part of jaxlib. This module reads the
+header before it registers a handler. If the members of a structure differ from the declaration in this
+module, ``available()`` returns False and no memory is accessed.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _INTERNAL = 13  # XLA_FFI_Error_Code_INTERNAL
 _METADATA = 1  # XLA_FFI_Extension_Metadata
 _EXECUTE = 3  # XLA_FFI_ExecutionStage_EXECUTE
 
-_layout: dict[str, Any] = {}  # The structures, by their names in the header.
+_layout: dict[str, Any] = {}  # The structures below, keyed by their names in the header.
 _HEAD = {"struct_size": c_size_t, "extension_start": c_void_p}  # Most structures start with these members.
 
 
@@ -51,7 +52,7 @@ Api = _structure("Api", **_HEAD, api_version=ApiVersion, internal_api=c_void_p, 
 StreamGet = _structure("Stream_Get_Args", **_HEAD, ctx=c_void_p, stream=c_void_p)
 ErrorCreate = _structure("Error_Create_Args", **_HEAD, message=c_char_p, errc=c_int)
 Buffer = _structure("Buffer", **_HEAD, dtype=c_int, data=c_void_p, rank=c_int64, dims=c_void_p)
-# The last member of both structures is the address of an array of pointers to Buffer.
+# The last member of Args and Rets is the address of an array of pointers to Buffer.
 Arguments = _structure("Args", **_HEAD, size=c_int64, types=c_void_p, args=c_size_t)
 Results = _structure("Rets", **_HEAD, size=c_int64, types=c_void_p, rets=c_size_t)
 ByteSpan = _structure("ByteSpan", ptr=c_void_p, len=c_size_t)
@@ -61,9 +62,9 @@ CallFrame = _structure(
     "CallFrame", struct_size=c_size_t, extension_start=POINTER(Extension), api=POINTER(Api), ctx=c_void_p,
     stage=c_int, args=Arguments, rets=Results, attrs=Attributes, future=c_void_p,
 )
-_LATER_NAMES = {"XLA_FFI_Extension_Base": "XLA_FFI_InternalExtension"}  # Since JAX 0.12.
+_LATER_NAMES = {"XLA_FFI_Extension_Base": "XLA_FFI_InternalExtension"}  # Renamed in JAX 0.12.
 
-_alive: list[Any] = []  # Keeps the registered functions alive as long as the process runs.
+_alive: list[Any] = []  # References that keep the registered functions alive for the life of the process.
 
 
 def members(header: str, name: str) -> list[str]:
@@ -83,7 +84,7 @@ def _header() -> str:
 
 @functools.cache
 def _version() -> tuple[int, int] | None:
-    """Return the version of the interface, or None if a structure differs from its declaration here."""
+    """Return the interface's (major, minor) version, or None if a structure differs from its declaration."""
     try:
         header = _header()
     except (OSError, AttributeError):
@@ -96,7 +97,7 @@ def _version() -> tuple[int, int] | None:
         theirs = members(header, name) or members(header, _LATER_NAMES.get(name, ""))
         if structure is Api:
             theirs = theirs[: len(ours)]
-        if structure is Metadata:  # The last member was added after jaxlib 0.7.
+        if structure is Metadata:  # jaxlib 0.7 lacks the last member.
             ours = ours[: max(len(theirs), 3)]
         if theirs != ours:
             return None
@@ -118,7 +119,7 @@ def register(target: str, handler: Handler, platform: str) -> None:
 
 
 def _handle(handler: Handler, frame: Any) -> int | None:
-    """Handle a call from XLA. Returns an error object, or None on success."""
+    """Handle a call from XLA. Returns the address of an error object, or None on success."""
     try:
         call = frame.contents
         extension = call.extension_start
@@ -137,7 +138,7 @@ def _handle(handler: Handler, frame: Any) -> int | None:
 
 
 def _fill(metadata: Any) -> None:
-    """Set the interface version that this handler implements in ``metadata``."""
+    """Write the interface version that this handler implements to ``metadata``."""
     version = _version()
     assert version is not None
     metadata.api_version.struct_size = ctypes.sizeof(ApiVersion)

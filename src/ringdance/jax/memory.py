@@ -31,16 +31,17 @@ def _is_cut(dtype: Any) -> bool:
 
 
 def array_of(value: Any) -> Array:
-    """Return the values of an array: a view if it is on the CPU, otherwise a copy.
+    """Return a contiguous NumPy array of the values: a view if possible, otherwise a copy.
 
     Do not write to the view. It is marked as writable only because MPI rejects read-only memory.
 
     Raises:
-        ArgumentError: The array is spread over the devices of several processes.
+        ArgumentError: The array is sharded across devices of several processes.
     """
     if isinstance(value, jax.Array) and not value.is_fully_addressable:
         raise ArgumentError(
-            "An array that is spread over several processes cannot be exchanged. Pass each rank's own array."
+            "The array is sharded across several processes and cannot be exchanged. Pass an array whose "
+            "devices all belong to this process."
         )
     view = np.asarray(value)
     if not view.flags.c_contiguous:
@@ -68,7 +69,7 @@ def from_array(array: Array, like: Any = None) -> Any:
 
 
 def _floating_dtype(array: Any) -> Any:
-    """Return the dtype that the array has in JAX if it is a floating-point dtype, otherwise None."""
+    """Return the array's dtype in JAX if it is a floating-point dtype, otherwise None."""
     floating = jax.numpy.issubdtype(array.dtype, jax.numpy.floating)
     return jax.dtypes.canonicalize_dtype(array.dtype) if floating else None
 

@@ -2,8 +2,8 @@
 
 Within ``jit``, all shapes are fixed when the program is traced. ``allgather`` and ``alltoall`` therefore need
 the same number of rows on all ranks, and ``splits`` is not supported. Unnamed calls match by order, which XLA
-preserves. ``grad`` and ``vjp`` are supported. Forward-mode differentiation (``jvp``) and ``vmap`` are not:
-exchange the whole batch outside of ``vmap``. An array that is sharded over several devices of this process is
+preserves. ``grad`` and ``vjp`` are supported. Forward-mode differentiation (``jvp``) and ``vmap`` are not.
+Exchange the whole batch outside of ``vmap``. An array that is sharded over several devices of this process is
 exchanged as a whole. A collective within ``shard_map`` raises an error. A failure within ``jit`` is raised as
 a ``jax.errors.JaxRuntimeError`` with the same message as the error that would be raised outside of ``jit``.
 """
@@ -45,7 +45,7 @@ _NO_SPLITS = "The result of alltoall(splits=...) has an unknown shape within jit
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _recorded(what: JaxCall, shapes: Shapes, *values: Any) -> tuple[Any, ...]:
-    """Run an exchange and return its results. Within ``jit``, the results have the shapes ``shapes``."""
+    """Run an exchange and return its results. ``shapes`` are the shapes of the results within ``jit``."""
     if not is_traced(values):
         return tuple(eager(what, values, shapes))
     dtypes = [value.dtype for value in values]
@@ -55,7 +55,10 @@ def _recorded(what: JaxCall, shapes: Shapes, *values: Any) -> tuple[Any, ...]:
         if what.splits is not None:
             raise ArgumentError(_NO_SPLITS)
         if what.rows[0] % size:
-            raise ArgumentError(f"alltoall: {what.rows[0]} rows cannot be divided evenly among {size} ranks.")
+            raise ArgumentError(
+                f"Within jit, alltoall sends equal shares, but {what.rows[0]} rows cannot be divided evenly "
+                f"among {size} ranks. Call alltoall(splits=...) outside of jit."
+            )
     return compiled(what, values, shapes, dtypes)
 
 
@@ -95,7 +98,7 @@ def _backward(what: JaxCall, shapes: Shapes, received: Any, gradients: tuple[Any
 
 
 def _alltoall_back(call: Call, rows: int, received: Any, gradient: Any) -> Any:
-    """Send each row of the gradient back to the rank that sent the input row.
+    """Send each row of the gradient back to the rank that sent the corresponding input row.
 
     The gradients of rows that were not sent are zero.
     """
@@ -113,13 +116,13 @@ _recorded.defvjp(_forward, _backward)
 def _run(
     call: Call, arrays: Values, splits: tuple[int, ...] | None = None, compression: Any = Compression.none
 ) -> list[Any]:
-    """Exchange arrays immediately or in the traced program. For an alltoall, also return received splits."""
+    """Exchange arrays immediately or in the traced program. An alltoall also returns the received splits."""
     traced = in_program(arrays)
     if traced:  # Programs support only JAX's data types.
         arrays = [jnp.asarray(array) for array in arrays]
     pairs = [compression.compress(exact(array)) for array in arrays]
     if not pairs:
-        raise ArgumentError("A group needs at least one array.")
+        raise ArgumentError("The list of arrays is empty. Pass at least one array.")
     values = [value for value, _ in pairs]
     shapes, rows = _shapes(call, values)
     what = JaxCall(call, splits=splits, rows=rows)
@@ -135,12 +138,12 @@ def _run(
 
 
 def _shapes(call: Call, values: Values) -> tuple[Shapes, tuple[int, ...]]:
-    """Return the result shapes for equal numbers of rows on all ranks, and each input's number of rows."""
+    """Return the results' shapes, given equal row counts on all ranks, and each input's row count."""
     if call.keeps_shapes:
         return tuple([value.shape for value in values]), ()
     if not all(value.ndim for value in values):
         name = call.kind.name.lower()
-        raise ArgumentError(f"{name} needs arrays with at least one dimension. Use x.reshape(1).")
+        raise ArgumentError(f"{name} needs arrays with at least one dimension. Reshape scalars to (1,).")
     engine = session.engine()
     members = engine.members(call.set_id)
     size, rows = len(members), tuple([value.shape[0] for value in values])
@@ -164,10 +167,10 @@ def allreduce(
     postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set, *,
     compression: Any = Compression.none,
 ) -> Any:
-    """Return the reduction of ``array`` over all ranks, with the same shape and type. Differentiable.
+    """Return the reduction of ``array`` over all ranks, with the same shape and dtype. Differentiable.
 
     Args:
-        array: Array with the same shape and type on all ranks.
+        array: Array with the same shape and dtype on all ranks.
         name: Key that matches the ranks' calls. Unnamed calls match by order.
         op: Average (default), Sum, Adasum, Min, Max or Product.
         prescale_factor: Factor applied to each rank's input.
@@ -176,8 +179,8 @@ def allreduce(
         compression: ``Compression.none``, ``.fp16`` or ``.bf16``.
 
     Raises:
-        ArgumentError: An argument is wrong. The error may be raised on this rank only.
-        MismatchError: Shapes, types or operations differ between ranks. Raised on all ranks.
+        ArgumentError: An argument is invalid. Other ranks do not necessarily raise this error.
+        MismatchError: Shapes, dtypes or operations differ between ranks. Raised on all ranks.
     """
     call = allreduce_call(name, None, op, prescale_factor, postscale_factor, process_set)
     return _run(call, [array], None, compression)[0]
@@ -188,7 +191,7 @@ def grouped_allreduce(
     postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set, *,
     compression: Any = Compression.none,
 ) -> list[Any]:
-    """Return the reductions of several arrays, in one exchange. See ``allreduce``."""
+    """Reduce several arrays in one exchange. See ``allreduce``."""
     call = allreduce_call(name, None, op, prescale_factor, postscale_factor, process_set, True)
     return _run(call, arrays, None, compression)
 
@@ -197,7 +200,7 @@ def reduce_gradients(
     arrays: Values, name: str, op: int, prescale: float, postscale: float, process_set: ProcessSet,
     pattern: str, compression: Any = Compression.none, parameters: Sequence[str] = (),
 ) -> list[Any]:
-    """Return a step's reduced gradients, and mark the end of the step. ``parameters``: parameter names."""
+    """Reduce a step's gradients and mark the end of the step. ``parameters`` are the parameters' names."""
     labels.note(f"grouped_allreduce.{name}", name, "gradients", parameters)
     call = allreduce_call(name, None, op, prescale, postscale, process_set, True, StepMark.OPTIMIZER, pattern)
     return _run(call, arrays, None, compression)
@@ -206,7 +209,7 @@ def reduce_gradients(
 def compare_weights(
     arrays: Values, names: Sequence[str], exchange: str, advice: str, process_set: ProcessSet
 ) -> None:
-    """If a comparison is due, compare the parameters of an exchange between ranks. See ``weights``."""
+    """Compare an exchange's parameters between ranks, if a comparison is due. See ``weights``."""
     traced, engine = in_program(arrays), session.engine()
     if not traced and not weights.due(engine, set_id(process_set), exchange):
         return
@@ -215,7 +218,7 @@ def compare_weights(
         if jnp.iscomplexobj(one):
             one = jnp.stack([one.real, one.imag])
         if not jnp.issubdtype(one.dtype, jnp.floating):
-            raise TypeError("only floating-point arrays are compared")
+            raise TypeError("Only floating-point arrays can be compared.")
         sample = jnp.ravel(jax.lax.stop_gradient(one))[:: weights.step_of(one.size)].astype(jnp.float32)
         return one.size, sample if traced else np.asarray(sample)
 
@@ -238,7 +241,7 @@ def allgather(array: Any, name: str | None = None, process_set: ProcessSet = glo
 def grouped_allgather(
     arrays: Values, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Any]:
-    """Gather several arrays. See ``allgather``."""
+    """Gather several arrays in one exchange. See ``allgather``."""
     return _run(movement(Collective.ALLGATHER, name, process_set, grouped=True), arrays)
 
 
@@ -247,7 +250,7 @@ def broadcast(
 ) -> Any:
     """Return the array from global rank ``root_rank``. Differentiable.
 
-    The array must have the same shape and type on all ranks.
+    The array must have the same shape and dtype on all ranks.
     """
     return _run(movement(Collective.BROADCAST, name, process_set, root=root_rank), [array])[0]
 
@@ -262,7 +265,7 @@ def grouped_broadcast(
 def alltoall(
     array: Any, splits: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """Send ``splits[j]`` rows to rank j of the set. Returns received rows in rank order. Differentiable.
+    """Send ``splits[j]`` rows to rank j of the set. Returns the received rows in rank order. Differentiable.
 
     Args:
         array: Array with at least one dimension. All dimensions except the first must match across ranks.
@@ -283,8 +286,7 @@ def alltoall(
 
 def reducescatter(
     array: Any, name: str | None = None, op: int | None = None,
-    process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
 ) -> Any:
     """Reduce ``array`` over all ranks (Average or Sum), and return this rank's share of the rows.
 
@@ -296,10 +298,9 @@ def reducescatter(
 
 def grouped_reducescatter(
     arrays: Values, name: str | None = None, op: int | None = None,
-    process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
 ) -> list[Any]:
-    """Reduce and scatter several arrays. See ``reducescatter``."""
+    """Reduce and scatter several arrays in one exchange. See ``reducescatter``."""
     call = reducescatter_call(name, None, op, prescale_factor, postscale_factor, process_set, True)
     return _run(call, arrays)
 

@@ -1,4 +1,4 @@
-"""An optax transformation that first reduces gradients over the ranks."""
+"""An optax transformation that reduces gradients over the ranks before another transformation uses them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ringdance.training.gradients.lists import pattern_of
 from ringdance.training.process_sets import ProcessSet, global_process_set, takes_part
 
 _ADVICE = "params, state = hvd.broadcast_parameters((params, state), root_rank=0)"
-_numbers = itertools.count()  # All ranks create their transformations in the same order.
+_numbers = itertools.count()  # Numbers for transformations, which all ranks must create in the same order.
 
 
 def _name_of(path: Any) -> str:
@@ -32,7 +32,7 @@ def _by_path(tree: Any) -> dict[str, Any]:
 
 
 def mean_of(tree: Any, name: str, process_set: ProcessSet) -> Any:
-    """Average a tree of arrays over the ranks in one exchange, and return it."""
+    """Return a tree of arrays averaged over the ranks, in one exchange."""
     leaves, structure = jax.tree.flatten(tree)
     means = grouped_allreduce(leaves, name, process_set=process_set) if leaves else leaves
     return jax.tree.unflatten(structure, means)
@@ -40,7 +40,7 @@ def mean_of(tree: Any, name: str, process_set: ProcessSet) -> Any:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _with_mean_gradient(tree: Any, name: str, process_set: ProcessSet) -> Any:
-    """Return ``tree``. In the backward pass, its gradient is averaged over the ranks."""
+    """Return ``tree`` unchanged. In the backward pass, its gradient is averaged over the ranks."""
     return tree
 
 
@@ -51,7 +51,11 @@ _with_mean_gradient.defvjp(
 
 
 def _of_all_ranks(name: str, key: str, given: Any, process_set: ProcessSet) -> Any:
-    """Replace the extra argument ``key`` of ``update``, so that optax uses its mean over the ranks."""
+    """Return the mean over the ranks of ``given``, the extra argument ``key`` of ``update``.
+
+    If ``given`` is a loss or gradient function, the result is a function that averages its results. Other
+    arguments are returned unchanged.
+    """
     mean = functools.partial(mean_of, name=f"{name}.{key}", process_set=process_set)
     if key in ("value", "grad"):
         return mean(given)

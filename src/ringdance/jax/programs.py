@@ -38,12 +38,12 @@ def by_address() -> bool:
     return has_token and session.engine().settings.jax_ffi != "off" and ffi.available()
 
 
-# The rank and size with which programs were traced. Empty before the first init().
+# The (rank, size) with which programs were traced. Empty before the first init().
 _world: list[tuple[int, int]] = []
 
 
 def _forget_programs() -> None:
-    """Make JAX retrace programs if rank or size has changed, because shapes and exchanges depend on them."""
+    """Make JAX retrace programs if the rank or size has changed. Shapes and exchanges depend on both."""
     _private.drop_tokens()
     engine = session.engine()
     world = engine.rank, engine.size
@@ -54,7 +54,7 @@ def _forget_programs() -> None:
 
 session.at_init(_forget_programs)
 
-# An operation without an effect that stands for a whole program.
+# An operation that has no effect and represents a whole program.
 
 _program = core.Primitive("ringdance_program")
 _program.multiple_results = True
@@ -62,7 +62,7 @@ _program.def_abstract_eval(lambda *_, jaxpr: jaxpr.out_avals)
 
 
 def _lower_program(ctx: Any, *operands: Any, jaxpr: Any) -> Any:
-    """Lower the program's operations. Creates the token for the first one, and drops the final token."""
+    """Lower the program's operations. Creates the token for the first operation and drops the last token."""
     inner = ctx.replace(tokens_in=mlir.TokenSet.create([EFFECT]), tokens_out=None)
     return mlir.lower_fun(core.jaxpr_as_fun(jaxpr), multiple_results=True)(inner, *operands)
 
@@ -76,14 +76,14 @@ def _without_effect(jaxpr: Any) -> Any:
     return jax.make_jaxpr(functools.partial(_program.bind, jaxpr=jaxpr))(*arguments)
 
 
-# The devices whose programs jax.effects_barrier() does not wait for, each with a function that starts a
-# trivial program on the device and returns its result.
+# Keys: the devices that run programs for which jax.effects_barrier() does not wait. Values: functions that
+# start a trivial program on the device and return its result.
 _last: dict[Any, Callable[[], jax.Array]] = {}
 _EXIT_SECONDS = 10.0
 
 
 def _may_be_quick(jaxpr: Any, backend: Any) -> bool:
-    """Return True if a program has only our effect and its exchanges stay in order without tokens."""
+    """Return True if a program has only our effect and needs no tokens to keep its exchanges in order."""
     return (
         set(jaxpr.effects) == {EFFECT}
         and backend.platform == "cpu"
@@ -96,7 +96,10 @@ def start_quickly() -> None:
     """Let JAX's C++ code start the programs that are compiled from now on, if possible."""
     original = _private.lowering_to_hlo()
     if original is None:
-        _log.debug("JAX %s starts programs with exchanges from Python.", jax.__version__)
+        _log.debug(
+            "JAX %s starts programs with exchanges from Python, because it lacks _cached_lowering_to_hlo.",
+            jax.__version__,
+        )
         return
 
     def lower(jaxpr: Any, *rest: Any, **named: Any) -> Any:
@@ -108,8 +111,12 @@ def start_quickly() -> None:
                     _watch(backend.local_devices()[0])
                     return lowered
             except Exception as error:
-                # If the program itself is wrong, the call below raises an error that refers to the program.
-                _log.debug("JAX %s starts a program from Python because of %r", jax.__version__, error)
+                # If the program itself is invalid, the call below raises an error that refers to the program.
+                _log.debug(
+                    "JAX %s starts a program from Python, because lowering it without an effect failed: %r",
+                    jax.__version__,
+                    error,
+                )
         return original(jaxpr, *rest, **named)
 
     _private.replace_lowering_to_hlo(lower)
@@ -117,7 +124,7 @@ def start_quickly() -> None:
 
 
 def _watch(device: Any) -> None:
-    """Include this device's programs in ``settle`` from now on."""
+    """Make ``settle`` also wait for this device's programs from now on."""
     if device in _last:
         return
     with jax.ensure_compile_time_eval():
@@ -143,9 +150,9 @@ def settle() -> None:
 
 
 def _finish() -> None:
-    """When the script ends, wait for running programs, because other ranks need the exchanges in them.
+    """Wait for running programs when the script ends, because other ranks need their exchanges.
 
-    The time is limited: if other ranks do not take part in the exchanges, this rank must exit so that the
+    The wait is limited. If other ranks do not take part in the exchanges, this rank must exit so that the
     others notice.
     """
     until = time.monotonic() + _EXIT_SECONDS

@@ -24,14 +24,14 @@ def _is_key(leaf: Any) -> bool:
 def broadcast_parameters(
     params: Any, root_rank: int = 0, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """Return ``params`` with all leaves replaced by the leaves from global rank ``root_rank``.
+    """Return ``params`` with all leaves replaced by those on global rank ``root_rank``.
 
     Arrays, including random keys, are broadcast in one exchange. Other leaves (numbers, strings) are
-    broadcast as an object. NumPy arrays of 64-bit types stay NumPy arrays if JAX has these types disabled.
+    broadcast as an object. NumPy arrays of 64-bit types stay NumPy arrays if these types are disabled in JAX.
 
     Args:
         params: A pytree, for example of parameters and optimizer state, with the same structure, shapes and
-            types on all ranks. It is not changed.
+            dtypes on all ranks. It is not changed.
         root_rank: Global rank of the root.
         process_set: The participating ranks.
     """

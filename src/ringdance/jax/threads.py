@@ -12,7 +12,7 @@ _VARIABLES = ("PJRT_NPROC", "NPROC")
 
 
 def _limit() -> None:
-    """Limit XLA to this rank's share of the cores, after ``init()``.
+    """Limit XLA to this rank's share of the cores. Called after ``init()``.
 
     Otherwise, each process would use all cores of the host. If the user has set ``NPROC`` or ``PJRT_NPROC``,
     their values are not changed. If JAX was already in use, XLA keeps one thread per core of the host.

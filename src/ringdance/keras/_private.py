@@ -1,4 +1,4 @@
-"""All private names of Keras that the binding uses or overrides, with the reason and the fallback for each.
+"""All private Keras names that the binding uses or overrides, with the reason and the fallback for each.
 
 These names exist in Keras 3.6 to 3.15 and in Keras 2 (tf_keras) 2.16 to 2.21. They are looked up when they
 are needed. The tests also cover the case where a name is missing.
@@ -21,12 +21,12 @@ _ACCUMULATION = ("_backend_apply_gradients", "_clip_gradients", "_iterations")
 
 
 def check_accumulation(optimizer: Any) -> None:
-    """Raise ArgumentError if this version of Keras accumulates gradients in an unknown way."""
+    """Raise ArgumentError unless Ringdance supports how this version of Keras accumulates gradients."""
     missing = [name for name in _ACCUMULATION if not hasattr(optimizer, name)]
     if missing:
         raise ArgumentError(
-            f"Ringdance does not know how Keras {keras.__version__} accumulates gradients (it has no "
-            f"{', '.join(missing)}). Use a different version of Keras, or one pass per step."
+            f"Ringdance does not support how Keras {keras.__version__} accumulates gradients, because its "
+            f"optimizers lack {', '.join(missing)}. Use a different version of Keras, or one pass per step."
         )
 
 
@@ -43,15 +43,19 @@ def accumulators(optimizer: Any) -> list[Any]:
 def trainable_variables(optimizer: Any, otherwise: list[Any] | None = None) -> list[Any]:
     """Return the variables that an optimizer was built for, in the order in which it expects gradients.
 
-    Returns ``otherwise`` if there are none. Optimizer._trainable_variables: the variables that ``apply()``
-    uses if none are passed. If the name is missing, an error asks for them.
+    Returns ``otherwise`` if the optimizer has not been built. Optimizer._trainable_variables: the variables
+    that ``apply()`` uses if none are passed. If the name is missing and ``otherwise`` is None, an error is
+    raised that asks the caller to pass the variables.
     """
     if variables := getattr(optimizer, "_trainable_variables", None):
         return list(variables)
     if otherwise is not None:
         return otherwise
     if not hasattr(optimizer, "_trainable_variables"):
-        raise ArgumentError(f"With Keras {keras.__version__}, apply() needs trainable_variables.")
+        raise ArgumentError(
+            f"With Keras {keras.__version__}, apply() needs trainable_variables. Pass them as its second "
+            "argument."
+        )
     return []
 
 
@@ -66,10 +70,10 @@ def layers_in(model: Any) -> list[Any]:
 
 
 def without_xla(has_exchange: Callable[[Any], bool]) -> None:
-    """Make ``jit_compile="auto"`` mean False for models whose TensorFlow train step exchanges gradients.
+    """Resolve ``jit_compile="auto"`` to False for models whose TensorFlow train step exchanges gradients.
 
     Trainer._resolve_auto_jit_compile: overridden, because XLA cannot compile an exchange between ranks. If
-    the name is missing, an error that is raised when the step is traced asks for ``jit_compile=False``.
+    the name is missing, tracing the step raises an error that recommends ``jit_compile=False``.
     """
     trainer: Any = getattr(sys.modules.get("keras.src.trainers.trainer"), "Trainer", None)
     resolve = getattr(trainer, "_resolve_auto_jit_compile", None)

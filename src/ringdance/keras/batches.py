@@ -1,4 +1,4 @@
-"""Loaders as Keras sequences, which ``model.fit`` can read."""
+"""Wrap loaders as Keras PyDatasets for ``model.fit``, and measure them for ``ringdance bench input``."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ class _Epochs(keras.callbacks.Callback):  # type: ignore[misc]
 
 
 class _Measurement(keras.callbacks.Callback):  # type: ignore[misc]
-    """Counts steps for ``ringdance bench input``, in the main thread even if another thread reads data."""
+    """Counts steps for ``ringdance bench input`` in the main thread, even if another thread reads batches."""
 
-    steps = 1 << 30  # Length of the single epoch.
+    steps = 1 << 30  # Length of the only epoch, which the measurement never reaches.
 
     def __init__(self, loader: WatchedLoader) -> None:
         super().__init__()
         self._loader = loader
-        self._sizes: deque[int] = deque()  # Sizes of batches that were read but not yet used.
+        self._sizes: deque[int] = deque()  # Sizes of batches that have been read but not trained on.
 
     def batches(self) -> Iterator[Any]:
-        """Yield batches forever."""
+        """Yield an endless sequence of batches, and record their sizes."""
         self._sizes.clear()
         for batch in self._loader.drawn():
             self._sizes.append(samples_of(batch))
@@ -61,7 +61,7 @@ class _Measurement(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_train_begin(self, logs: Any = None) -> None:
         if self._loader.part == "loader":
-            for _ in self._loader:  # The loader ends the script.
+            for _ in self._loader:  # Raises SystemExit after the measurement.
                 pass
         self._loader.begin()
 
@@ -78,7 +78,7 @@ class BatchSequence(_Sequence):  # type: ignore[misc]
 
     Attributes:
         loader: The loader that was passed as an argument.
-        callback: Callback for ``fit`` that gives each epoch its own order.
+        callback: Callback to pass to ``fit``. It sets the loader's epoch, so the order differs in each epoch.
     """
 
     def __init__(self, loader: Batches, inputs: Callable[[Any], Any]) -> None:
@@ -94,7 +94,7 @@ class BatchSequence(_Sequence):  # type: ignore[misc]
         self.loader.set_epoch(epoch, position)
 
     def position_after(self, batches: int) -> int:
-        """Return the position after this many batches of the epoch, for a checkpoint."""
+        """Return the loader's position after ``batches`` batches of the epoch, to save in a checkpoint."""
         return self.loader.position_after(batches)
 
     def __len__(self) -> int:
@@ -111,8 +111,8 @@ class BatchSequence(_Sequence):  # type: ignore[misc]
             self._batches, self._next = (self._measurement or self.loader).batches(), 0
         if index != self._next:
             raise ArgumentError(
-                f"Batch {index} was requested, but batch {self._next} is next. Pass shuffle=False to fit(): "
-                "the loader itself shuffles."
+                f"Batch {index} was requested, but batches must be read in order, and the next batch is "
+                f"{self._next}. Pass shuffle=False to fit(), because the loader itself shuffles."
             )
         self._next += 1
         batch = next(self._batches)
@@ -124,14 +124,17 @@ class BatchSequence(_Sequence):  # type: ignore[misc]
 
 
 class _Ahead:
-    """Reads an epoch of a PyDataset in threads, one for each of the PyDataset's workers."""
+    """Prefetches an epoch of a PyDataset, with one thread for each of the PyDataset's workers."""
 
     def __init__(self, data: Any) -> None:
         self._data = data
 
     def __iter__(self) -> Iterator[Any]:
         if getattr(self._data, "use_multiprocessing", False):
-            raise ArgumentError("A PyDataset can only be measured without use_multiprocessing=True.")
+            raise ArgumentError(
+                "`ringdance bench input` cannot measure a PyDataset with use_multiprocessing=True. Set it to "
+                "False."
+            )
         with ThreadPoolExecutor(max(1, getattr(self._data, "workers", 1))) as pool:
             ahead = deque[Future[Any]]()
             for index in range(len(self._data)):
@@ -143,7 +146,7 @@ class _Ahead:
 
 
 def _measuring(fit: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an extended version of Keras's ``fit`` that reads a watched loader as a generator."""
+    """Return a wrapper around Keras's ``fit`` that measures the input if it is a ``WatchedLoader``."""
 
     @functools.wraps(fit)
     def measured(*args: Any, **options: Any) -> Any:
@@ -157,7 +160,7 @@ def _measuring(fit: Callable[..., Any]) -> Callable[..., Any]:
                 measurement.on_train_begin()
             batches = measurement.batches()
             bound.arguments["x"] = (tuple(b) if isinstance(b, tuple | list) else (b,) for b in batches)
-            bound.arguments["shuffle"] = False  # The loader shuffles.
+            bound.arguments["shuffle"] = False  # The loader itself shuffles.
             bound.arguments["callbacks"] = [measurement, *(bound.arguments.get("callbacks") or [])]
         return fit(*bound.args, **bound.kwargs)
 

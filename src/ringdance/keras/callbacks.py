@@ -23,12 +23,12 @@ __all__ = [
     "LearningRateWarmupCallback", "MetricAverageCallback",
 ]
 
-_PATHS = {"ModelCheckpoint": "filepath", "BackupAndRestore": "backup_dir"}  # Path attributes of callbacks.
+_PATHS = {"ModelCheckpoint": "filepath", "BackupAndRestore": "backup_dir"}  # Each callback's path attribute.
 _PATHS |= {"CSVLogger": "filename", "TensorBoard": "log_dir"}
 
 
 def _written() -> dict[str, str]:
-    """Return the paths that callbacks of the current ``fit`` write to on this rank, with callback names."""
+    """Map each path to which the current ``fit`` writes on this rank to the class of the callback."""
     callers = [frame.f_locals.get("self") for frame, _ in traceback.walk_stack(None)]
     lists = [caller.callbacks for caller in callers if isinstance(caller, keras.callbacks.CallbackList)]
     return {
@@ -39,7 +39,10 @@ def _written() -> dict[str, str]:
 
 
 def _check_written(everywhere: list[dict[str, str]]) -> None:
-    """Raise an error or warn if several ranks on a host write to the same path."""
+    """Check that no two ranks on a host write to the same path.
+
+    Raises ArgumentError for ``BackupAndRestore``, and warns about other callbacks.
+    """
     engine = session.engine()
     users: dict[tuple[str, str, str], list[int]] = {}
     for rank, written in enumerate(everywhere):
@@ -50,7 +53,7 @@ def _check_written(everywhere: list[dict[str, str]]) -> None:
         if len(ranks) > 1 and name == "BackupAndRestore":
             raise ArgumentError(text + _EACH_ITS_OWN)
         if len(ranks) > 1 and engine.rank == ranks[0]:
-            text += "Write on rank 0 only: "
+            text += "Add the callback only on rank 0: "
             text += f"if hvd.rank() == 0: callbacks.append(keras.callbacks.{name}(...))."
             warnings.warn(text, stacklevel=level_of_caller())
 
@@ -65,9 +68,9 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
     """Broadcasts the root's model and optimizers when training starts or resumes from a checkpoint.
 
     The broadcast happens before the first step. It is repeated after that step if a layer or an optimizer on
-    some rank had no variables until then. This is possible for layers that a subclassed model has not called
-    yet, and for optimizers that a model has as attributes. Put this callback first in the list. It also warns
-    if callbacks on several ranks of a host write to the same path.
+    some rank had no variables until then. This can happen with layers that a subclassed model has not called
+    yet, and with optimizers that are attributes of the model. Put this callback first in the list. It also
+    warns if callbacks on several ranks of a host write to the same path.
 
     Args:
         root_rank: Global rank of the root.
@@ -106,12 +109,12 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
         self._done = all(entry[0] for entry in everywhere)
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """After the first step, broadcast the variables that it created."""
+        """Repeat the broadcast after the first step if some variables did not exist before it."""
         if batch:
             self._broadcast()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """After an epoch of one step, broadcast the variables that it created."""
+        """Repeat the broadcast after an epoch of one step if some variables did not exist before it."""
         self._broadcast()
 
     def _broadcast(self) -> None:
@@ -183,7 +186,7 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):  # type: ignore[misc
 
     def _save_model(self, epoch: int, batch: Any, logs: Any) -> None:
         if self.filepath is None:
-            raise ArgumentError("BestModelCheckpoint needs a path. Set its attribute filepath.")
+            raise ArgumentError("BestModelCheckpoint has no path to save to. Set its filepath attribute.")
         if session.engine().rank == 0:
             super()._save_model(epoch, batch, logs)
 
@@ -201,8 +204,8 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
         staircase: If True, set the rate once at the beginning of each epoch. Otherwise, set it in each batch,
             with a fractional epoch.
         momentum_correction: Passed to ``set_learning_rate``.
-        steps_per_epoch: Number of steps per epoch. Required for ``staircase=False`` if ``fit`` does not know
-            the number.
+        steps_per_epoch: Number of steps per epoch. Required for ``staircase=False`` if ``fit`` cannot
+            determine it from the data.
 
     Raises:
         ArgumentError: ``initial_lr`` is None, or the number of steps per epoch is not known.
@@ -215,7 +218,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
     ) -> None:
         super().__init__()
         if initial_lr is None:
-            raise ArgumentError("initial_lr is required: the base learning rate, scaled by the multiplier.")
+            raise ArgumentError("initial_lr is required. Pass the learning rate that the multiplier scales.")
         self.initial_lr = initial_lr
         self.start_epoch = start_epoch
         self.end_epoch = end_epoch
@@ -236,12 +239,12 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
         self.steps_per_epoch = (self.params or {}).get("steps")
         if not self.steps_per_epoch:
             raise ArgumentError(
-                f"{type(self).__name__} with staircase=False needs steps_per_epoch, because fit() does not "
-                "know the number of steps."
+                f"{type(self).__name__} with staircase=False needs the number of steps per epoch, which "
+                "fit() cannot determine from this data. Pass steps_per_epoch to the callback."
             )
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Store the number of the epoch."""
+        """Store the epoch number."""
         self.current_epoch = epoch
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
@@ -270,7 +273,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
     With ``steps_per_execution``, all steps of an execution use the rate of its first step.
 
     Args:
-        initial_lr: The rate for all ranks together: the rate for a single process times the number of ranks.
+        initial_lr: The target rate, which is the rate for a single process times the number of ranks.
         warmup_epochs: Duration of the warm-up in epochs.
         momentum_correction: Passed to ``set_learning_rate``.
         steps_per_epoch: Passed to ``LearningRateScheduleCallback``.

@@ -30,8 +30,8 @@ T = TypeVar("T")
 def run(func: Callable[..., T]) -> Callable[..., T]:
     """Decorate a training function whose first argument is a state.
 
-    Training also continues after a collective has failed in a compiled step, where the backend raises its
-    own errors.
+    If a collective fails in a compiled step, the backend raises its own type of error. Training also
+    continues after such an error.
     """
     backend = keras.backend.backend()
     if backend == "tensorflow":
@@ -56,7 +56,7 @@ class KerasState(VariablesState):
 
     def __init__(self, model: Any, optimizer: Any = None, **kwargs: Any) -> None:
         if not model.built:
-            raise ArgumentError("KerasState needs a model that has weights. Call model.build(shape) first.")
+            raise ArgumentError("KerasState: the model has no weights yet. Call model.build(shape) first.")
         self.model = model
         self.optimizer = optimizer if optimizer is not None else getattr(model, "optimizer", None)
         is_complete(model, self.optimizer)  # Creates variables such as momentum, so that they are saved.
@@ -80,7 +80,8 @@ class KerasState(VariablesState):
             )
         for variable, array in zip(self._saved, values, strict=True):
             variable.assign(array)
-        # New variables, such as momentum, belong to an optimizer that had not been built. They start at zero.
+        # New variables, such as momentum, belong to an optimizer that was built after the state was saved.
+        # They start at zero.
         for variable in new_variables:
             variable.assign(np.zeros_like(read(variable)))
         self._drop_gradients()
@@ -90,7 +91,7 @@ class KerasState(VariablesState):
         self._drop_gradients()
 
     def _drop_gradients(self) -> None:
-        """Discard the failed step's gradient sums, except Keras 3's own, which are optimizer variables."""
+        """Discard gradients left behind by a failed step, except Keras 3's sums, which are variables."""
         if KERAS2:
             importlib.import_module("ringdance.tensorflow.passes").reset_sums()
         elif keras.backend.backend() == "torch":
@@ -115,11 +116,11 @@ class CommitStateCallback(_StateCallback):
         self._next = 0
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Restart the count of batches."""
+        """Restart the batch count."""
         self._next = self.batches_per_commit
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Commit every ``batches_per_commit`` batches, or at the end of the execution that reaches them."""
+        """Commit if at least ``batches_per_commit`` batches were trained since the last commit."""
         if self.batches_per_commit and batch + 1 >= self._next:
             self.state.commit()
             self._next = batch + 1 + self.batches_per_commit
@@ -149,5 +150,5 @@ class UpdateEpochStateCallback(_StateCallback):
     """
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Count an epoch. ``epoch`` is not used, because Keras may count from 0 in each call of ``fit``."""
+        """Count an epoch. ``epoch`` is not used, because Keras may restart from 0 in each call to ``fit``."""
         self.state.epoch += 1

@@ -2,9 +2,9 @@
 
 New optimizers (``optimizers.Optimizer``) and legacy optimizers (``optimizers.legacy.Optimizer``) have two
 methods that can be overridden, with or without a leading underscore: ``compute_gradients`` and
-``aggregate_gradients``. ``fit()`` and ``minimize()`` call the first. ``apply_gradients`` calls the second,
-and so does a ``LossScaleOptimizer`` before it checks for infinities. Gradients that the first method has
-reduced are not reduced again by the second.
+``aggregate_gradients``. ``fit()`` and ``minimize()`` call ``compute_gradients``. ``apply_gradients`` calls
+``aggregate_gradients``, and so does a ``LossScaleOptimizer`` before it checks for infinities. Gradients that
+``compute_gradients`` has reduced are not reduced again by ``aggregate_gradients``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ringdance.tensorflow.passes import Pairs, PassSums, reduce_pairs
 
 
 class Keras2Distributed(Distributed):
-    """Reduces gradients in ``compute_gradients``, or otherwise in ``apply_gradients``."""
+    """Reduces gradients in ``compute_gradients`` or, if it is not called, in ``apply_gradients``."""
 
     _passes: int = 1
     _average: bool = False
@@ -29,7 +29,7 @@ class Keras2Distributed(Distributed):
     # __setattr__, through which Keras would track the values.
     @cached_property
     def _agg_helper(self) -> PassSums | None:
-        """Gradient sums over several passes, or None. Scripts read its ``counter``."""
+        """Gradient sums over several passes, or None with one pass per step. Scripts read its ``counter``."""
         return PassSums(self._passes, self._average) if self._passes > 1 else None
 
     @cached_property
@@ -41,9 +41,7 @@ class Keras2Distributed(Distributed):
         """Return (gradient, variable) pairs with gradients that are reduced over the ranks."""
         return self._compute_gradients(loss, var_list, None, tape)
 
-    def _compute_gradients(
-        self, loss: Any, var_list: Any, grad_loss: Any = None, tape: Any = None
-    ) -> Pairs:
+    def _compute_gradients(self, loss: Any, var_list: Any, grad_loss: Any = None, tape: Any = None) -> Pairs:
         base: Any = super()
         if hasattr(base, "_compute_gradients"):
             pairs = base._compute_gradients(loss, var_list, grad_loss, tape)
@@ -107,7 +105,7 @@ def unwrapped(optimizer: Any) -> Any:
 
 
 def front(base: type) -> type:
-    """Return the mixin that precedes an optimizer's own class in the list of base classes."""
+    """Return the mixin class that the distributed subclass of ``base`` inherits from."""
     return Keras2Distributed
 
 
@@ -118,9 +116,9 @@ def class_options(base: type) -> dict[str, Any]:
 
 
 def pass_options(optimizer: Any, passes: int, average: bool) -> dict[str, Any]:
-    """Return the class attributes for this number of passes."""
+    """Return the class attributes that make an optimizer sum or average gradients over ``passes`` passes."""
     return {"_passes": passes, "_average": average}
 
 
 def adapt() -> None:
-    """Do nothing. Keras 2 needs no patch, because it calls optimizer methods at all relevant points."""
+    """Do nothing. Keras 2 needs no patch, because the mixin can override all relevant optimizer methods."""

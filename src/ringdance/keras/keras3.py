@@ -2,12 +2,12 @@
 
 - In ``apply()``, before any other processing. ``fit()``, ``apply_gradients()`` and ``stateless_apply()`` all
   call it.
-- If ``gradient_accumulation_steps`` is set: where accumulated gradients are clipped, once per update.
-- In a ``LossScaleOptimizer``: before it checks for infinities, so that all ranks skip the same steps.
+- With ``gradient_accumulation_steps``, where Keras clips the accumulated gradients, once per update.
+- In a ``LossScaleOptimizer``, before it checks for infinities, so that all ranks skip the same steps.
 
 With ``mixed_float16``, ``compile()`` wraps a DistributedOptimizer in a LossScaleOptimizer, which checks only
-this rank's gradients for infinities. This module patches it to check all ranks, because if only one rank
-skipped a step, the other ranks would wait for its gradients.
+this rank's gradients for infinities. This module patches it to check the gradients of all ranks, because if
+only one rank skipped a step, the other ranks would wait for its gradients.
 """
 
 from __future__ import annotations
@@ -62,9 +62,7 @@ class Keras3Distributed(Distributed):
         # On JAX, this runs in every step. Steps that only accumulate discard the result.
         optimizer: Any = self
         update = (optimizer._iterations + 1) % steps == 0
-        return keras.ops.cond(
-            update, lambda: self._reduce(gradients, variables), lambda: list(gradients)
-        )
+        return keras.ops.cond(update, lambda: self._reduce(gradients, variables), lambda: list(gradients))
 
 
 class _ScalesLoss(Keras3Distributed):
@@ -79,12 +77,12 @@ class _ScalesLoss(Keras3Distributed):
 
 
 def front(base: type) -> type:
-    """Return the mixin that precedes an optimizer's own class in the list of base classes."""
+    """Return the mixin class that the distributed subclass of ``base`` inherits from."""
     return _ScalesLoss if issubclass(base, keras.optimizers.LossScaleOptimizer) else Keras3Distributed
 
 
 def unwrapped(optimizer: Any) -> Any:
-    """Return the optimizer that reduces gradients: the argument, even if it is a LossScaleOptimizer."""
+    """Return the optimizer that reduces gradients. This is ``optimizer``, even for a LossScaleOptimizer."""
     return optimizer
 
 
@@ -96,7 +94,10 @@ def class_options(base: type) -> dict[str, Any]:
 
 
 def pass_options(optimizer: Any, passes: int, average: bool) -> dict[str, Any]:
-    """Let Keras accumulate over ``passes``. Return options that convert its mean to a sum, if needed."""
+    """Make Keras accumulate gradients over ``passes`` passes, and return the class attributes for this.
+
+    Keras averages gradients over the passes. Unless ``average`` is True, ``_factor`` makes this mean a sum.
+    """
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     if passes > 1 or inner.gradient_accumulation_steps:
         _private.check_accumulation(inner)
@@ -109,8 +110,8 @@ def pass_options(optimizer: Any, passes: int, average: bool) -> dict[str, Any]:
         )
     if inner.built and not inner.gradient_accumulation_steps:
         raise ArgumentError(
-            "backward_passes_per_step > 1 needs an optimizer that has not been used. Create it with "
-            f"gradient_accumulation_steps={passes} instead."
+            "backward_passes_per_step > 1 cannot be set after the optimizer has been built. Create the "
+            f"optimizer with gradient_accumulation_steps={passes} instead."
         )
     inner.gradient_accumulation_steps = passes
     return {} if average else {"_factor": float(passes)}
@@ -118,7 +119,7 @@ def pass_options(optimizer: Any, passes: int, average: bool) -> dict[str, Any]:
 
 @functools.cache
 def adapt() -> None:
-    """Patch Keras for distributed optimizers: check all ranks for infinities, disable XLA on TensorFlow."""
+    """Patch Keras to check the gradients of all ranks for infinities, and to disable XLA on TensorFlow."""
     scaler = keras.optimizers.LossScaleOptimizer
     check_finite = scaler.check_finite
 

@@ -16,10 +16,10 @@ import numpy as np
 from ringdance.errors import pip_install
 from ringdance.training.gradients.compression import compression_for
 
-KERAS2 = os.environ.get("TF_USE_LEGACY_KERAS") in ("1", "true", "True")  # The same values as in TensorFlow.
+KERAS2 = os.environ.get("TF_USE_LEGACY_KERAS") in ("1", "true", "True")  # the values that TensorFlow accepts
 
 keras: Any
-ops: Any  # keras.ops or, for Keras 2, the subset of it that this package uses.
+ops: Any  # keras.ops or, for Keras 2, a replacement for the functions that this package uses.
 optimizer_types: tuple[Any, ...]
 if KERAS2:
     try:
@@ -28,7 +28,7 @@ if KERAS2:
         if error.name != "tf_keras":
             raise
         raise ImportError(
-            "TF_USE_LEGACY_KERAS selects Keras 2, which is not installed. Install TensorFlow's version with "
+            "TF_USE_LEGACY_KERAS selects Keras 2, but tf_keras is not installed. Install it with "
             f"{pip_install('tf_keras')}, or unset the variable to use Keras 3.",
             name="tf_keras",
         ) from None

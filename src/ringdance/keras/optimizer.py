@@ -63,7 +63,7 @@ def DistributedOptimizer(
         scale_local_gradients: If True, gradients of local variables are divided by the number of ranks.
 
     Raises:
-        ArgumentError: An argument is wrong.
+        ArgumentError: An argument is invalid.
     """
     operation = _checked_operation(optimizer, op, backward_passes_per_step)
     name = name or f"Distributed{type(hooks.unwrapped(optimizer)).__name__}"
@@ -94,14 +94,14 @@ def _checked_operation(optimizer: Any, op: int, passes: int) -> ReduceOp:
     if not isinstance(optimizer, optimizer_types):
         raise ArgumentError(_wrong_optimizer(type(optimizer)))
     if is_distributed(optimizer):
-        raise ArgumentError("This optimizer is already a DistributedOptimizer.")
+        raise ArgumentError("This optimizer is already a DistributedOptimizer. Wrap an optimizer only once.")
     return operation
 
 
 def _wrong_optimizer(kind: type) -> str:
     """Return the error message for an object that is not an optimizer of the Keras version in use."""
     wanted = f"Keras {2 if KERAS2 else 3}, {keras.__name__}.optimizers.*"
-    text = f"Expected an optimizer of {wanted}, got {kind.__module__}.{kind.__name__}."
+    text = f"Expected an optimizer of {wanted}, but got {kind.__module__}.{kind.__name__}."
     if kind.__module__.partition(".")[0] == ("keras" if KERAS2 else "tf_keras"):
         text += (
             " Unset TF_USE_LEGACY_KERAS to train with Keras 3." if KERAS2
@@ -118,7 +118,7 @@ def PartialDistributedOptimizer(
     process_set: ProcessSet = global_process_set, local_layers: Any = None,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """Return a DistributedOptimizer that does not reduce the gradients of ``local_layers`` (one or more)."""
+    """Return a DistributedOptimizer that keeps the gradients of ``local_layers`` (one or a list) local."""
     layers = listed_layers(local_layers, keras.layers.Layer)
     optimizer = DistributedOptimizer(
         optimizer, name, device_dense, device_sparse, compression, sparse_as_dense,
@@ -175,8 +175,9 @@ def load_model(
     options = _saved_options(filepath)
     if options.pop("partial", False):
         raise ArgumentError(
-            f"{filepath} was saved by an optimizer with local variables or a process set. Load it with "
-            "keras.models.load_model(), and wrap model.optimizer in the same way as before it was saved."
+            f"{filepath} was saved with a DistributedOptimizer that had local variables or a process set. "
+            "hvd.load_model() cannot restore them. Load the model with keras.models.load_model(), then wrap "
+            "model.optimizer again with the same arguments."
         )
     DistributedOptimizer(optimizer, compression=compression, **options)
     return model
@@ -187,13 +188,13 @@ def _saved_options(filepath: Any) -> dict[str, Any]:
     if not zipfile.is_zipfile(filepath):
         if session.engine().rank == 0:
             warnings.warn(
-                f"{filepath} does not contain options for DistributedOptimizer (only .keras files do). Using "
-                "the default options (op=Average, all ranks, no local layers).",
+                f"{filepath} does not contain options for DistributedOptimizer, because only .keras files "
+                "do. The default options are used (op=Average, all ranks, no local layers).",
                 stacklevel=level_of_caller(),
             )
         return {}
     with zipfile.ZipFile(filepath) as archive:
-        optimizer = "assets/optimizer/"  # Skips optimizers that the model has as attributes.
+        optimizer = "assets/optimizer/"  # Excludes optimizers in the model's attributes.
         files = [n for n in archive.namelist() if n.startswith(optimizer) and n.endswith(f"/{OPTIONS_FILE}")]
         options: dict[str, Any] = json.loads(archive.read(files[0])) if files else {}
     return options

@@ -1,4 +1,4 @@
-"""Change the learning rate during training, and adjust the momentum to it."""
+"""Change the learning rate during training, and correct the momentum accordingly."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from ringdance.keras.library import number, variables_of
 def set_learning_rate(optimizer: Any, rate: float, momentum_correction: bool = True) -> None:
     """Set an optimizer's learning rate and adjust its momentum.
 
-    In Keras, the velocity contains the rate: ``v = momentum * v - rate * g``. If the rate is divided by ten
-    without correction, steps are ten times too large until the old momentum fades. PyTorch needs no
-    correction, because it multiplies the velocity by the rate. Source: Goyal et al. 2017, arXiv 1706.02677,
-    remark 2.
+    In Keras, the velocity includes the learning rate: ``v = momentum * v - rate * g``. If the rate is divided
+    by ten without correction, steps are ten times too large until the old velocity has decayed. PyTorch needs
+    no correction, because it multiplies the velocity by the rate. Source: Goyal et al. 2017, arXiv
+    1706.02677, remark 2.
 
     Args:
         optimizer: A compiled or uncompiled optimizer, or a ``LossScaleOptimizer``.
@@ -24,7 +24,7 @@ def set_learning_rate(optimizer: Any, rate: float, momentum_correction: bool = T
             of the new rate to the old rate.
     """
     old = number(optimizer.learning_rate)
-    if np.float32(rate) == np.float32(old):  # Keras stores the rate in 32 bits.
+    if np.float32(rate) == np.float32(old):  # Keras stores the rate as float32.
         return
     optimizer.learning_rate = rate
     inner = getattr(optimizer, "inner_optimizer", optimizer)

@@ -16,7 +16,7 @@ from ringdance.training.gradients.lists import UseOrder, pattern_of, reduce_shar
 from ringdance.training.gradients.options import scales_of
 from ringdance.training.process_sets import ProcessSet, global_process_set, set_id, takes_part
 
-OPTIONS_FILE = "ringdance.json"  # One of the assets in a .keras file.
+OPTIONS_FILE = "ringdance.json"  # Name of our asset in a .keras file.
 ADVICE = (
     "callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)] in fit(), or "
     "hvd.broadcast_variables([*model.variables, *model.optimizer.variables], root_rank=0)"
@@ -32,7 +32,10 @@ def binding() -> Any:
     """
     name = keras.backend.backend()
     if name not in BACKENDS:
-        raise ArgumentError(f"Keras uses the backend {name!r}. Ringdance supports {', '.join(BACKENDS)}.")
+        raise ArgumentError(
+            f"Keras uses the backend {name!r}, which Ringdance does not support. Set KERAS_BACKEND to one of "
+            f"{', '.join(BACKENDS)}."
+        )
     return importlib.import_module(f"ringdance.{name}")
 
 
@@ -57,8 +60,8 @@ class GradientReduction:
 
     Args:
         name: Prefix of the exchange names, the same on all ranks. Optimizers with the same prefix are
-            numbered in the order of their first use. An optimizer that only some ranks have, for example to
-            read a file, has no number until it is used.
+            numbered in the order of their first use. An optimizer that only some ranks create, for example
+            by loading a saved model, has no number until it is used.
         operation: Average or Sum.
         predivide: Gradients are divided by this factor before the sum, and the sum is multiplied by it
             (Average only).
@@ -131,7 +134,7 @@ class _Listed(list[Any]):
 
 
 class Distributed:
-    """Mixin that precedes the optimizer's own base class. Options are attributes of the combined class.
+    """Mixin that precedes the optimizer's own class in the bases of a subclass. Options are class attributes.
 
     Derived classes call ``_reduce`` at the point where their version of Keras processes a step's gradients.
     """
@@ -140,7 +143,7 @@ class Distributed:
     # Factor for reduced gradients, which converts Keras's mean over several passes to a sum.
     _factor: float = 1.0
     _options: dict[str, Any]  # Arguments of DistributedOptimizer.
-    _local_layers: frozenset[Any] = frozenset()  # Not a list, which Keras would save with the optimizer.
+    _local_layers: frozenset[Any] = frozenset()  # Not a list, because Keras would save it.
     _local_variables: tuple[Any, ...] = ()
     # The step's variables, including those without a gradient, which Keras drops.
     _given: tuple[Any, ...] = ()
@@ -161,8 +164,8 @@ class Distributed:
             base.save_assets(directory)
         options = dict(self._options)
         if self._reduction.process_set is not global_process_set or self._local_ids():
-            options["partial"] = True  # The script must recreate the optimizer.
-        text = json.dumps(options, default=lambda number: number.item())  # Converts NumPy numbers.
+            options["partial"] = True  # Tells load_model() to raise an error.
+        text = json.dumps(options, default=lambda number: number.item())  # Converts NumPy scalars.
         Path(directory, OPTIONS_FILE).write_text(text)
 
     def _local_ids(self) -> set[int]:
@@ -173,7 +176,7 @@ class Distributed:
         object.__setattr__(self, "_given", tuple(variables))
 
     def _reduce(self, gradients: list[Any], variables: Sequence[Any]) -> list[Any]:
-        """Return the reduced gradients of all or some of the step's variables."""
+        """Return the reduced gradients for all or some of the step's variables."""
         place = {id(variable): index for index, variable in enumerate(self._given)}
         if len(variables) == len(place) or any(id(variable) not in place for variable in variables):
             return self._reduce_all(gradients, variables)
@@ -186,7 +189,7 @@ class Distributed:
 
     def _reduce_all(self, gradients: list[Any], variables: Sequence[Any]) -> list[Any]:
         ids = self._local_ids()
-        # An average over n ranks is n times smaller than the sum. Scale local gradients in the same way.
+        # An average over n ranks is the sum divided by n, so divide local gradients by n, too.
         scales = self._options["scale_local_gradients"]
         share = 1 / (self._reduction.process_set.size() or 1) if scales else 1.0
         return reduce_shared(

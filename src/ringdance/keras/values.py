@@ -1,4 +1,4 @@
-"""Collectives that run immediately, on any values that Keras can convert to tensors of its backend."""
+"""Collectives that run immediately, on any value that Keras can convert to a tensor of its backend."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def allreduce(
 
     Args:
         value: Value with the same shape and dtype on all ranks.
-        name: Key that matches the ranks' calls.
+        name: Key by which calls are matched across ranks.
         average: Deprecated: use ``op``. True means Average, False means Sum.
         prescale_factor: Factor applied to each rank's input.
         postscale_factor: Factor applied to the result.
@@ -36,7 +36,7 @@ def allreduce(
         compression: ``Compression.none``, ``.fp16`` or ``.bf16``.
 
     Raises:
-        ArgumentError: An argument is wrong.
+        ArgumentError: An argument is invalid.
         MismatchError: The ranks passed different shapes, dtypes or operations. Raised on all ranks.
     """
     operation = pick_operation(average, op)

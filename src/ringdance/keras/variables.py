@@ -22,10 +22,10 @@ def _members(value: Any) -> Iterable[Any]:
 
 
 def is_complete(model: Any, optimizer: Any) -> bool:
-    """Create the variables of ``optimizer``, if given. Returns True if the first step creates no others."""
+    """Create the variables of ``optimizer``, if given. Returns True if the first step will create no more."""
     layers = [layer for layer in _private.layers_in(model) if not isinstance(layer, keras.metrics.Metric)]
     if not (model.built and all(layer.built for layer in layers)):
-        return False  # An optimizer does not accept variables that are created later.
+        return False  # A built optimizer rejects variables that are created later.
     if KERAS2 and optimizer is not None and not hasattr(optimizer, "build"):
         optimizer._create_all_weights(list(model.trainable_variables))  # Keeps existing weights.
     elif optimizer is not None and not is_built(optimizer):
@@ -34,8 +34,8 @@ def is_complete(model: Any, optimizer: Any) -> bool:
 
 
 def variables_with(model: Any, optimizers: Sequence[Any]) -> list[Any]:
-    """Return the variables of a model and then the variables of ``optimizers``, without duplicates."""
-    if hasattr(model, "jax_state_sync"):  # On JAX, the variables are outdated during fit().
+    """Return the variables of a model, followed by the variables of ``optimizers``, without duplicates."""
+    if hasattr(model, "jax_state_sync"):  # On JAX, the variables are stale during fit().
         model.jax_state_sync()
     variables = [*model.variables, *(one for optimizer in optimizers for one in variables_of(optimizer))]
     return list({id(variable): variable for variable in variables}.values())

@@ -1,4 +1,4 @@
-"""The launcher's view of a running job's agents. There is one per host, including the launcher's host."""
+"""The launcher's view of a running job's agents: one on each host, including the launcher's host."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from ringdance.launch.remote.connect import Remote, close_all
 _PING_S = 0.5
 # Hosts are normally checked every _PING_S. A gap this long means that this process was suspended.
 _SLEPT_S = 2.0
-_LATE_S = 1.5  # a host that has been silent for this long may be lost; wait until this is certain
-# Silence this long is reported to the user. Once the job has failed, it also ends the wait for the host.
+_LATE_S = 1.5  # silence after which a host may be lost; the job then waits until it is certain
+# Silence after which a host is reported to the user or, if the job has failed, considered lost.
 _SHOWN_S = 6.0
 _CHECK_S = 0.02  # minimum interval between checks of the hosts
-_CLOSE_S = 6.0  # time for the local agent to clean up
+_CLOSE_S = 6.0  # how long to wait for the local agent to clean up
 
 OnExit = Callable[[int, int, float], None]
 """Called with a program's pid, exit code (or -signal), and exit time (seconds since the epoch)."""
@@ -39,7 +39,7 @@ class RankLink:
         self.remote, self.number = remote, number
 
     def send(self, message: Mapping[str, Any]) -> bool:
-        """Send a message. Returns False if the host is lost."""
+        """Send a message to the wrapper. Returns False if the host is lost."""
         return self.remote.frames.send({"to": self.number, "message": message})
 
 
@@ -108,7 +108,7 @@ class Agents:
             selector.register(fd, selectors.EVENT_READ, lambda agent=agent: self._read(agent))
 
     def begin(self, local: Mapping[str, Any], remote: Mapping[str, Any], files: Mapping[str, bytes]) -> None:
-        """Send the job's description to all agents, and files to store in the job's directory on each host.
+        """Send all agents the job's description, and files to store in the job's directory on each host.
 
         Args:
             local: The "job" message for this host, without the timeout.
@@ -128,7 +128,7 @@ class Agents:
         return {host: agent.problem for host, agent in self._all.items() if agent.problem}
 
     def doing(self, host: str, connected: int) -> str:
-        """Describe the progress of the start on a host. ``connected`` is the number of connected ranks."""
+        """Describe a host's startup progress. ``connected`` is how many of the host's ranks are connected."""
         agent = self._all[host]
         silent = not agent.local and time.monotonic() - agent.heard > _LATE_S
         state = "nothing has been started there" if agent.ready else "it has not created the job's directory"
@@ -172,7 +172,7 @@ class Agents:
         self._programs.append(on_exit)
         return agent.frames.send({"spawn": len(self._programs) - 1, **program})
 
-    # --- the end -------------------------------------------------------------------------------
+    # --- ending the job ------------------------------------------------------------------------
 
     def clean_remotes(self, failed: bool) -> None:
         """End the job on the other hosts. The handler ``on_clean`` is called afterwards."""
@@ -202,7 +202,7 @@ class Agents:
                 watch(self._selector, descriptor, 0, None)
             if agent.lost and not agent.local:
                 agent.kill()
-        self._local.close(_CLOSE_S)  # first, because it has inherited the other connections
+        self._local.close(_CLOSE_S)  # close this first, as the local agent has inherited the others
         close_all(self._remotes)
         for lock in {agent.frames.shared[0] for agent in self._remotes if agent.frames.shared}:
             os.close(lock)
@@ -223,7 +223,7 @@ class Agents:
         if self._remotes and now < self._check_at:
             return self._check_at - now
         self._check_at = now + _CHECK_S
-        if now - self._checked > _SLEPT_S:  # this process was suspended and has read nothing
+        if now - self._checked > _SLEPT_S:  # this process was suspended, so it has not read any messages
             for agent in self._remotes:
                 agent.heard = now
         self._checked = now
@@ -249,14 +249,14 @@ class Agents:
         return _PING_S if self._remotes else None
 
     def _send_on(self, agent: Remote) -> None:
-        """Send pending data to the local agent. The event loop sends the rest when the pipe is writable."""
+        """Send an agent's pending data. The event loop sends the rest when the connection is writable."""
         frames = agent.frames
         waits = agent.there and frames.unsent and frames.flush() and frames.unsent
         action = (lambda: self._send_on(agent)) if waits else None
         watch(self._selector, frames.write_fd, selectors.EVENT_WRITE, action)
 
     def _silent(self, agent: Remote) -> bool:
-        """Return True if the connection has no unread data. Otherwise, this process is late, not the host."""
+        """Return True if the connection has no unread data. Otherwise, this process is slow, not the host."""
         with selectors.DefaultSelector() as selector:
             selector.register(agent.frames.read_fd, selectors.EVENT_READ)
             return not selector.select(0)

@@ -20,18 +20,10 @@ from ringdance.launch.spec import JobSpec
 
 
 def run(
-    fn: Callable[..., Any],
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
-    np: int = 2,
-    *,
-    hosts: str | None = None,
-    env: Mapping[str, str] | None = None,
-    output_filename: str | os.PathLike[str] | None = None,
-    prefix: bool = True,
-    start_timeout: float = 60.0,
-    grace: float = 30.0,
-    verbose: bool = False,
+    fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, np: int = 2, *,
+    hosts: str | None = None, env: Mapping[str, str] | None = None,
+    output_filename: str | os.PathLike[str] | None = None, prefix: bool = True, start_timeout: float = 60.0,
+    grace: float = 30.0, verbose: bool = False,
 ) -> list[Any]:
     """Call ``fn(*args, **kwargs)`` on ``np`` new ranks and wait for them.
 
@@ -48,7 +40,7 @@ def run(
         prefix: If True, prefix each output line with its rank.
         start_timeout: Seconds within which all ranks must start.
         grace: Seconds for ranks to exit after Ctrl-C or SIGTERM. A second Ctrl-C ends them immediately.
-        verbose: If True, show the steps of the launch.
+        verbose: If True, show each step of the launch.
 
     Returns:
         The return values of ``fn`` in rank order.
@@ -58,16 +50,10 @@ def run(
             the first failure.
     """
     spec = JobSpec(
-        command_of_call(),
-        ranks=np,
-        hosts=parse_hosts(hosts) if hosts else None,
-        exports=env or {},
-        source=f"hosts={hosts}" if hosts else "",
-        style=Style() if prefix else Style(""),
-        output_directory=os.fspath(output_filename) if output_filename else "",
-        start_timeout=start_timeout,
-        grace=grace,
-        verbose=verbose,
+        command_of_call(), ranks=np, hosts=parse_hosts(hosts) if hosts else None, exports=env or {},
+        source=f"hosts={hosts}" if hosts else "", style=Style() if prefix else Style(""),
+        output_directory=os.fspath(output_filename) if output_filename else "", start_timeout=start_timeout,
+        grace=grace, verbose=verbose,
     )
     return call(spec, fn, args, kwargs)
 
@@ -109,7 +95,7 @@ def call(
 
 
 def _sink(name: str) -> Sink:
-    """Return a sink that looks up ``sys.stdout`` or ``sys.stderr`` on each write, as it may be replaced."""
+    """Return a sink that looks up ``sys.stdout`` or ``sys.stderr`` on each write, in case it is replaced."""
 
     def write(data: bytes) -> None:
         stream = getattr(sys, name)

@@ -26,12 +26,12 @@ OF_OTHERS = ("RankLostError", "ShutDownError", "StallError", "DeadlockError")
 _CRASHED_THREAD = re.compile(r"^Current thread .*?(?=\n\s*\n|\Z)", re.MULTILINE | re.DOTALL)
 _LONGEST_LINE = 300
 _LOST_PEER = "MPI_ERR_PROC_FAILED"  # raised by mpi4py when a peer has died
-# Exit codes of a process that Open MPI ends because a peer has died: with the error MPI_ERR_UNKNOWN ("Socket
+# Exit codes of processes that Open MPI ends because a peer has died. The error is MPI_ERR_UNKNOWN ("Socket
 # closed") or MPI_ERR_PROC_FAILED.
 _LOST_PEER_CODES = (14, 75, 76)
 _RECORD = re.compile(r" \(Last batches: \S+\)")
 _KILLED = "sent by a user, or by the kernel because memory had run out (see dmesg)"
-_LATE_S = 0.5  # peers may notice a rank's exit before its wrapper does
+_LATE_S = 0.5  # tolerance, because peers may notice a rank's exit before its wrapper does
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Cause:
 
     def names(self, ended: Ended) -> bool:
         """Return True if the cause reports that the rank in ``ended`` has exited."""
-        who = f"rank {ended.rank} on host {ended.host} (pid {ended.pid})"  # transport.base.Identity
+        who = f"rank {ended.rank} on host {ended.host} (pid {ended.pid})"  # like str(transport.base.Identity)
         return self.of_an_end and who in self.message.partition(" died while ")[0]
 
 
@@ -94,7 +94,7 @@ class Ended:
         last_line: Last line that the rank wrote to stderr, if any.
         by_launcher: True if the rank exited after the launcher had started to end the job.
         by_mpiexec: True if the rank exited after mpiexec had ended its wrapper.
-        why: Evidence found on the host for why the rank received a signal, if any.
+        why: Explanation found on the host for the signal that ended the rank, if any.
     """
 
     rank: int
@@ -149,7 +149,7 @@ def signal_name(number: int) -> str:
 
 
 def of_end(ended: Ended) -> Cause | None:
-    """Return the failure indicated by how a rank ended, or None if the rank completed."""
+    """Return the failure that a rank's end indicates, or None if the rank completed."""
     if not ended.failed:
         return None
     last, traceback = ended.last_words.splitlines(), ended.last_words
@@ -174,15 +174,13 @@ def of_end(ended: Ended) -> Cause | None:
 
 
 def _reason(ended: Ended) -> str:
-    """Quote the last line on stderr. ``sys.exit("reason")``, argparse and others write the reason there."""
+    """Quote the last line on stderr, where ``sys.exit("reason")``, argparse and others write the reason."""
     line = ended.last_line
     return f"; its last line on stderr: {line[:_LONGEST_LINE]}" if line else ""
 
 
 def judge(
-    marks: Sequence[Cause],
-    ended: Mapping[int, Ended],
-    outside: Sequence[Cause] = (),
+    marks: Sequence[Cause], ended: Mapping[int, Ended], outside: Sequence[Cause] = (),
     mpiexec: int | None = None,
 ) -> Verdict | None:
     """Find the first failure.
@@ -210,7 +208,7 @@ def judge(
         if kind in ("code", "exit") and (end.code or 0) > 0 and not end.by_mpiexec:
             waited = " while other ranks waited for it" if kind == "exit" else ""
             causes[rank] = replace(causes[rank], message=f"exited with code {end.code}{waited}{_reason(end)}")
-    if not causes and all(cause.kind == "daemon" for cause in outside):  # exited after all ranks completed
+    if not causes and all(cause.kind == "daemon" for cause in outside):  # daemons exited after all ranks
         return None
     candidates = [*causes.values(), *outside, *_early(causes, ended)]
     first = min(candidates, key=lambda cause: (_weight(cause), cause.time))
@@ -218,7 +216,7 @@ def judge(
         # If several ranks raise the same error, any of them may report it first. Prefer the lowest rank.
         alike = [own for own in causes.values() if own.same(first) and own.time - first.time < _LATE_S]
         first = min(alike, key=lambda cause: cause.rank or 0)
-    # Ignore reports that a rank ended by the launcher has died: the reporting rank only guesses the reason.
+    # If the launcher ended a rank, ignore other ranks' reports of its death, which only guess the reason.
     late = [end for end in ended.values() if end.by_launcher]
     rest = [cause for cause in causes.values() if cause is not first and not any(map(cause.names, late))]
     others = sorted(rest, key=lambda cause: cause.time)
@@ -287,8 +285,8 @@ def render(verdict: Verdict, ranks: int, directory: str = "") -> str:
         )
         if cause.traceback:
             traceback = cause.traceback.rstrip()
-            if len(cause.message) > _LONG:  # show the message only once
-                # Without ": ", this is the entire message.
+            if len(cause.message) > _LONG:  # too long, so show it only once
+                # If the message contains no ": ", this is the entire message.
                 text = cause.message[cause.message.find(": ") + 1 :].strip()
                 traceback = traceback.replace(text, "(see above)")
             lines += ["", traceback, ""]

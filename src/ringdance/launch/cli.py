@@ -43,35 +43,33 @@ Under mpiexec or srun, run the script directly, without `ringdance run`.
 def parser() -> argparse.ArgumentParser:
     """Return the parser for ``ringdance run``."""
     made = Parser(
-        prog="ringdance run",
-        usage="ringdance run -np N [options] COMMAND [ARGUMENTS...]",
-        description="Run a command as N ranks of one MPI job, on this machine or on several.",
-        epilog=_EPILOG,
+        prog="ringdance run", usage="ringdance run -np N [options] COMMAND [ARGUMENTS...]",
+        description="Run a command as N ranks of one MPI job, on this machine or on several.", epilog=_EPILOG,
     )
     add = made.add_argument
     add("-np", "--num-proc", type=int, metavar="N", help="number of ranks (default: all slots of the hosts)")
     add("-n", type=rank_count, dest="num_proc", help=argparse.SUPPRESS)
     _add_hosts(made)
     add("-x", action="append", default=[], metavar="NAME[=VALUE]", help="environment variable for the ranks")
-    add("--output-filename", metavar="DIR", help="also write DIR/rank.<r>/stdout and stderr, DIR/metrics-*")
+    add("--output-filename", metavar="DIR", help="copy output to DIR/rank.<r>/, metrics to DIR/metrics-*")
     add("--timeline", default="", metavar="FILE", help="write a timeline for https://ui.perfetto.dev")
-    text = "try different values of settings for up to 280 steps, then continue with the best"
+    text = "try different values of settings for up to 280 steps, then continue with the best ones"
     add("--autotune", action=argparse.BooleanOptionalAction, default=None, help=text)
     text = "write the values that autotune tries to FILE (CSV), and the best to the .json file next to it"
     add("--autotune-log-file", default="", metavar="FILE", help=text)
-    text = "use an earlier result of autotune if it is for the same model and hardware"
+    text = "use the result of an earlier --autotune if it is for the same model and hardware"
     add("--tuned", default="", metavar="FILE", help=text)
     text = "start each output line with [rank] (default)"
     add("--prefix", action=argparse.BooleanOptionalAction, default=True, help=text)
     add("--timestamps", action="store_true", help="start each output line with the time")
-    add("--output-json", action="store_true", help="print lines as JSON: rank, host, stream, time, text")
-    text = "seconds within which all ranks must start (default 60)"
+    add("--output-json", action="store_true", help="print lines as JSON with rank, host, stream, time, text")
+    text = "seconds within which all ranks must start (default: 60)"
     add("--start-timeout", type=number, default=60.0, metavar="S", help=text)
-    text = "seconds for ranks to exit after Ctrl-C, SIGTERM or SIGHUP (default 30). Ctrl-C again kills them"
+    text = "seconds for ranks to exit after Ctrl-C, SIGTERM or SIGHUP (default: 30). Ctrl-C again kills them"
     add("--grace", type=float, default=30.0, metavar="S", help=text)
     add("--detach", action="store_true", help="run in the background, detached from this terminal")
     add("--dry-run", action="store_true", help="print the plan without starting any ranks")
-    add("--verbose", action="store_true", help="show each step, and all messages of mpiexec")
+    add("--verbose", action="store_true", help="show each step and all of mpiexec's messages")
     add("command", nargs=argparse.REMAINDER, metavar="COMMAND", help="the program and its arguments")
     return made
 
@@ -80,14 +78,14 @@ def _add_hosts(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("hosts")
     add_host_options(group, "hosts, and the number of slots on each (default: 1)")
     add = group.add_argument
-    text = "variables that ranks on other hosts get from this shell: all except those specific to a machine "
-    text += "or login (default), or only settings. -x NAME adds a variable"
+    text = "variables of this shell to forward to other hosts: all, except those specific to a machine or "
+    text += "login (default), or none, except settings. -x NAME adds a variable"
     add("--env", choices=("all", "none"), default="all", help=text)
-    text = "working directory of the ranks. On this host, it is used only if it exists"
+    text = "working directory of the ranks. It is used on this host only if it exists here"
     add("--chdir", default="", metavar="DIR", help=text)
     text = "network interfaces to use (default: the interfaces that connect all hosts)"
     add("--network-interface", action="append", default=[], metavar="A,B", help=text)
-    text = "seconds without a heartbeat after which a host is considered lost (default 30)"
+    text = "seconds without a heartbeat after which a host is considered lost (default: 30)"
     add("--host-timeout", type=number, default=30.0, metavar="S", help=text)
     text = "do not check the hosts before the start; with --dry-run, do not connect to them either"
     add("--no-check", action="store_true", help=text)
@@ -133,7 +131,7 @@ def run(
         prepared.close()
         print(prepared.plan.describe(os.environ))
         return 0
-    if show_map:  # values of variables are omitted, because they do not belong in a log
+    if show_map:  # omit the values of variables, which do not belong in a log
         print(prepared.plan.describe().partition("\nenvironment:")[0], file=sys.stderr)
     checked(prepared, log)
     return run_in_terminal(prepared)
@@ -155,14 +153,14 @@ def _style(arguments: argparse.Namespace) -> Style:
 def _exports_of_options(arguments: argparse.Namespace) -> dict[str, str]:
     """Return the settings given by options, as environment variables."""
     if arguments.autotune_log_file and not arguments.autotune:
-        raise LaunchError("--autotune-log-file has no effect without --autotune. Add --autotune")
+        raise LaunchError("--autotune-log-file has no effect without --autotune. Add --autotune.")
     if arguments.autotune_log_file.endswith(".json"):
         raise LaunchError(
-            "--autotune-log-file: pass a CSV file. For tune.csv, the result is written to tune.json"
+            "--autotune-log-file must be a CSV file. Pass tune.csv to have the result written to tune.json."
         )
     if arguments.tuned and not os.path.isfile(arguments.tuned):
-        raise LaunchError(f"--tuned {arguments.tuned}: not an existing regular file. `ringdance run "
-                          "--autotune --autotune-log-file tune.csv ...` writes tune.json")  # fmt: skip
+        raise LaunchError(f"--tuned {arguments.tuned} is not an existing regular file. To create tune.json, "
+                          "use `ringdance run --autotune --autotune-log-file tune.csv ...`")  # fmt: skip
     log, tuned = (path and os.path.abspath(path) for path in (arguments.autotune_log_file, arguments.tuned))
     settings = {
         "RINGDANCE_AUTOTUNE": "" if arguments.autotune is None else str(int(arguments.autotune)),
@@ -178,7 +176,7 @@ def refuse_within_a_rank() -> None:
     if "RINGDANCE_JOB" in os.environ and size not in ("", "1"):
         raise LaunchError(
             f"this is rank {rank} of {size}, and every rank would start its own job. Remove the inner "
-            "launcher. To start another job from a single rank: env -u RINGDANCE_SIZE ringdance run ..."
+            "launcher. To start another job from a single rank, use `env -u RINGDANCE_SIZE ringdance run ...`"
         )
 
 

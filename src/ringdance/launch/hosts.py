@@ -122,8 +122,8 @@ def assign_ranks(ranks: int, hosts: HostList) -> tuple[Host, ...]:
         each = -(-ranks // len(hosts))
         raise LaunchError(
             f"-np {ranks} needs {ranks} slots, but the hosts given have {total}: "
-            f"{several([hosts_text([host]) for host in hosts])}. Use -np {total}, or {each} slots per host: "
-            f"-H {hosts_text([(name, each) for name, _ in hosts[:5]])}{',...' * (len(hosts) > 5)}, "
+            f"{several([hosts_text([host]) for host in hosts])}. Use -np {total}, or set {each} slots per "
+            f"host: -H {hosts_text([(name, each) for name, _ in hosts[:5]])}{',...' * (len(hosts) > 5)}, "
             f"slots={each} in a host file, or as many tasks per host in a scheduler's job"
         )
     placed, first = [], 0
@@ -136,7 +136,10 @@ def assign_ranks(ranks: int, hosts: HostList) -> tuple[Host, ...]:
 
 
 def rank_numbers(hosts: Sequence[Host]) -> list[dict[str, int]]:
-    """Return the numbers of each rank. Its cross rank is its index among ranks with the same local rank."""
+    """Return each rank's global, local and cross rank and size, by name.
+
+    The cross rank is the rank's index among the ranks with the same local rank.
+    """
     columns = Counter(local_rank for host in hosts for local_rank, _ in enumerate(host.ranks))
     size, before, places = columns.total(), Counter[int](), []
     for host in hosts:
@@ -220,7 +223,7 @@ def shared_networks(facts: Mapping[str, HostFacts], wanted: Collection[str] = ()
 
 
 def addresses(facts: HostFacts) -> dict[str, tuple[str, str]]:
-    """Return a host's interface and address in each network. Prefers the address at which it was reached."""
+    """Return a host's interface and address by network. Prefers the address at which it was reached."""
     by_net: dict[str, tuple[str, str]] = {}
     for interface, address, bits in facts.networks:
         net = str(ipaddress.ip_interface(f"{address}/{bits}").network)

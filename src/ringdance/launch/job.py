@@ -21,7 +21,7 @@ from ringdance.launch.running import RunningJob
 
 
 class Job:
-    """A job to be run once.
+    """A job, which can be run only once.
 
     Args:
         prepared: The job's plan and the agents on other hosts, which end with the job.
@@ -29,21 +29,15 @@ class Job:
         id: Job ID, 32 hexadecimal digits. Default: a new ID.
         stdin: File descriptor for rank 0's standard input if rank 0 runs on this host, -1 for none.
         files: Files to create in the job's directory on every host: contents by name (see call.py).
-        results: Receives the ranks' ``result.*.pkl`` files if all ranks complete. None if not needed.
+        results: Receives the ranks' ``result.*.pkl`` files if all ranks complete, or None if not needed.
 
     Raises (also from ``run()``):
         LaunchError: The job could not be started at all, or the output directory cannot be created.
     """
 
     def __init__(
-        self,
-        prepared: PreparedJob,
-        screen: Screen,
-        *,
-        id: str = "",
-        stdin: int = -1,
-        files: Mapping[str, bytes] | None = None,
-        results: Results | None = None,
+        self, prepared: PreparedJob, screen: Screen, *, id: str = "", stdin: int = -1,
+        files: Mapping[str, bytes] | None = None, results: Results | None = None,
     ) -> None:
         spec = prepared.spec
         self._output = OutputDirectory(spec.output_directory, spec.timeline, screen.show)
@@ -54,14 +48,14 @@ class Job:
         self._signals = Signals()
 
     def run(self) -> Verdict | int:
-        """Run the job. Returns 0, 128 + the number of the signal that stopped it, or the failure verdict."""
+        """Run the job. Returns 0, the verdict on a failure, or 128 + the signal that stopped the job."""
         plan, remotes = self._prepared.plan, self._prepared.remotes
         running: RunningJob | None = None
         try:
             candidates, wrong = usable(bases(os.environ))
             if not candidates:
                 text = f"no directory for temporary files ({wrong})"
-                raise LaunchError(f"{text}. Set TMPDIR to a writable directory")
+                raise LaunchError(f"{text}. Set TMPDIR to a writable directory.")
             place = Place(self.id, candidates, host_directory(candidates[0], self.id))
             for note in plan.notes:
                 self._screen.show(note)
@@ -85,7 +79,7 @@ class Job:
             self._signals.restore()
 
     def _clean(self, directory: str, pids: list[int]) -> None:
-        """Clean up this host if its agent has not done so. ``pids`` are its ranks' process IDs."""
+        """Clean up this host if its agent has not done so. ``pids`` are the pids of the host's ranks."""
         shared = host_shared(self.id)
         cleanup = Cleanup(self.id, [directory, *([shared] if shared else [])], self._began)
         for pid in pids:

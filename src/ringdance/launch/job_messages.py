@@ -43,7 +43,9 @@ def local_environment(plan: Plan, place: Place) -> dict[str, str]:
 def job_messages(
     plan: Plan, place: Place, needed: Sequence[str], output_directory: str
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the messages for this host, whose agent already has its environment, and for the other hosts.
+    """Return the "job" message for this host, and the one for all other hosts.
+
+    Only the latter contains the ranks' environment, because the agent on this host already has it.
 
     Args:
         plan: The job's plan.

@@ -18,7 +18,7 @@ _SHIM = "ssh"
 
 
 class Mpiexec:
-    """Starts mpiexec and, on its behalf, its daemons, through the agents on their hosts.
+    """Starts mpiexec, and starts its daemons on other hosts when mpiexec requests them.
 
     Args:
         plan: The job's plan.
@@ -52,7 +52,7 @@ class Mpiexec:
         self._spawn()
 
     def retry(self) -> bool:
-        """Restart mpiexec once, if it has requested daemons. Returns False if it was not restarted."""
+        """Restart mpiexec, at most once and only if it has requested daemons. Returns True if restarted."""
         if not self._wanted_daemons or self._retried:
             return False
         self._retried = True
@@ -81,7 +81,7 @@ class Mpiexec:
         host = self._plan.host_of(name)
         # mpiexec passes its own settings to the daemons, including the job's directory on this host. If the
         # daemons shared that directory, two of them with the same process ID would use the same files.
-        # Replace it, so that each daemon uses the directory on its own host.
+        # Replace that directory, so that each daemon uses the one on its own host.
         command = command.replace(self._place.directory, OWN_DIRECTORY)
 
         def on_exit(_: int, code: int, when: float) -> None:

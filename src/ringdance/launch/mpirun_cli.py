@@ -63,7 +63,7 @@ def main(argv: Sequence[str], check: Check | None = None) -> int:
 def _main(words: list[str], check: Check | None) -> int:
     if words[:1] == ["--install-into"]:
         if len(words) != 2:
-            raise CommandError("--install-into DIR: pass exactly one directory")
+            raise CommandError("--install-into requires exactly one directory")
         print(*install(Path(words[1])), sep="\n")
         return 0
     line = parse(words, os.environ)
@@ -101,7 +101,7 @@ def changes(line: MpirunLine) -> dict[str, Any]:
     if options and family != "openmpi":
         _say(f"no effect with {family}: {shlex.join(options)}")
         options = []
-    # Open MPI 4's format: job, rank and stream. No prefix without -tag-output.
+    # Open MPI 4's format: job, rank and stream. Without -tag-output, lines have no prefix.
     prefix = "[1,{rank}]<{stream}>:" if "tag" in line.flags else ""
     style = Style(prefix, clock="timestamp" in line.flags, closes=False)
     return {"ranks": ranks, "hosts": hosts, "source": source, "style": style, "mpi_args": options}
@@ -111,8 +111,8 @@ def install(directory: Path) -> list[Path]:
     """Install ``mpirun``, and Open MPI's daemon under its old name, in a directory. Return the files written.
 
     Raises:
-        LaunchError: The directory already contains a different program with one of these names.
-        OSError: The directory is not writable.
+        LaunchError: The directory contains a different program named mpirun, or no MPI library was found.
+        OSError: The directory is not writable, or it contains an orted that is not a symbolic link.
     """
     mpi = find_mpi()
     mpirun, daemon = directory.absolute() / "mpirun", directory.absolute() / "orted"
@@ -120,7 +120,7 @@ def install(directory: Path) -> list[Path]:
     prted = Path(mpi.mpiexec).parent / "prted"
     files = [mpirun]
     if mpirun.is_symlink() or (mpirun.exists() and _NAME not in mpirun.read_text(errors="replace")):
-        raise LaunchError(f"{mpirun} is a different program. Choose a directory that contains no mpirun")
+        raise LaunchError(f"{mpirun} exists and is a different program. Choose another directory.")
     directory.mkdir(parents=True, exist_ok=True)
     # SageMaker's toolkit waits for a process named orted on each host.
     if mpi.family == "openmpi" and prted.exists():
@@ -132,7 +132,7 @@ def install(directory: Path) -> list[Path]:
     # Avoid a shell unless the path requires one, because some shells drop environment variables whose names
     # are not valid shell identifiers.
     begin = f"#!{sys.executable} -P\n"
-    if " " in sys.executable or len(begin) > 127:  # valid as both a shell script and a Python program
+    if " " in sys.executable or len(begin) > 127:  # the file is both a shell script and a Python program
         begin = f"#!/bin/sh\n'''exec' {shlex.quote(sys.executable)} -P \"$0\" \"$@\"\n' '''\n"
     program = f"sys.exit(main(['mpirun', *{words}, *sys.argv[1:]]))\n"
     mpirun.write_text(f"{begin}# {_NAME}\nimport sys\nfrom ringdance.tools.cli import main\n{program}")

@@ -35,9 +35,9 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
-        """Parse the arguments. The command or subcommand that finds unknown arguments reports them."""
+        """Parse the arguments. Unknown arguments are reported by the command or subcommand that got them."""
         words = list(sys.argv[1:] if args is None else args)
-        # Look for foreign options first, because argparse would parse -hostfile as -h and -iface as -i.
+        # Look for other launchers' options first: argparse would parse -hostfile as -h, and -iface as -i.
         parsed, rest = None, self._foreign(words)
         if not rest:
             parsed, rest = super().parse_known_args(words, namespace)
@@ -46,7 +46,7 @@ class Parser(argparse.ArgumentParser):
         return parsed, rest
 
     def _foreign(self, words: Sequence[str]) -> list[str]:
-        """Return the options before the command that have the wrong dashes or belong to other launchers."""
+        """Return the options before the command that have wrong dashes or belong to another launcher."""
         known, foreign, values = self._option_string_actions, list[str](), 0
         has_command = any(action.nargs in _COMMAND for action in self._get_positional_actions())
         for word in words:
@@ -59,7 +59,7 @@ class Parser(argparse.ArgumentParser):
                 count = 1 if action.nargs is None else action.nargs
                 values = count if isinstance(count, int) and not equals else 0
             elif any(name.startswith(option) for name in known) and (self.allow_abbrev or option[1:2] != "-"):
-                values = 1  # an abbreviation, which argparse expands
+                values = 1  # an abbreviated option, which argparse expands
             elif self._own(option) or answer(_plain(option), known):
                 foreign.append(option)
                 values = not equals
@@ -150,10 +150,10 @@ def as_program(name: str, action: Callable[[], int]) -> int:
     except (ArgumentError, LaunchError) as error:
         print(f"{name}: {error}", file=sys.stderr)
         return getattr(error, "code", 2)
-    except KeyboardInterrupt:  # before a job installs its handlers
+    except KeyboardInterrupt:  # Ctrl-C before a job has installed its signal handlers
         return 130
-    except BrokenPipeError:  # the reader has exited, as in `ringdance run ... | head`
-        # Otherwise the interpreter would report an error when it flushes stdout on exit.
+    except BrokenPipeError:  # the reader has exited, for example `head` in `ringdance run ... | head`
+        # Redirect stdout. Otherwise, the interpreter would report an error when it flushes stdout on exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 141
     except OSError as error:

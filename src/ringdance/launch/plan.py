@@ -1,4 +1,4 @@
-"""The launcher's plan for a job as pure data. ``--dry-run`` prints it."""
+"""The launcher's plan for a job, as plain data. ``--dry-run`` prints it."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Plan:
         hosts: Hosts with their ranks, in host-major order as in Horovod.
         environment: Variables set for the ranks. They override the launcher's variables.
         removed: Names of the launcher's variables that are removed from the ranks' environment.
-        threads: Number of compute threads per rank. None if the user has set OMP_NUM_THREADS.
+        threads: Number of compute threads per rank, or None if the user has set OMP_NUM_THREADS.
         networks: Networks that connect the hosts.
         mpi: The MPI library and its mpiexec.
         mpiexec: Command line of mpiexec, up to the user's command.
@@ -74,7 +74,7 @@ class Plan:
 
     @property
     def paths_differ(self) -> bool:
-        """True if the ranks' interpreter or directory differs between hosts."""
+        """True if the ranks' interpreter or working directory may differ between hosts."""
         return bool(self.spec.chdir) or (self.multi_host and bool(self.spec.shell.python))
 
     @property
@@ -83,7 +83,7 @@ class Plan:
         return not all(host.local for host in self.hosts)
 
     def host_of(self, called: str) -> Host | None:
-        """Return the host that mpiexec refers to by the name ``called``."""
+        """Return the host that mpiexec refers to by the name ``called``, or None."""
         return next((host for n, host in enumerate(self.hosts) if host_label(host, n) == called), None)
 
     def named(self, name: str) -> str:
@@ -92,7 +92,7 @@ class Plan:
         return f"host {name} ({ranks_text(ranks)})" if ranks else name
 
     def argv(self, bases: Sequence[str] = ("BASE",), job: str = "JOB", shim: str = RSH_SHIM) -> list[str]:
-        """Return the full command line. The defaults are placeholders for values known only at run time."""
+        """Return mpiexec's command line. The defaults are placeholders for values known only at run time."""
         mpiexec = [word.replace(RSH_SHIM, shim) for word in self.mpiexec]
         named = os.pathsep.join(bases)
         rank = rank_line(named, job) if self.paths_differ else bare_command("agent.rank", named, job)
@@ -141,7 +141,7 @@ class Plan:
 
 
 def devices_text(names: Sequence[str]) -> str:
-    """Summarize devices by name and count, "-" if there are none."""
+    """Summarize devices by name and count, or return "-" if there are none."""
     return ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)) or "-"
 
 
@@ -203,7 +203,7 @@ def _place(
 ) -> tuple[tuple[Host, ...], dict[str, HostFacts], Networks]:
     """Return the hosts with their ranks, the known facts about the hosts, and the networks between them."""
     if not spec.ranks or spec.ranks < 1:
-        raise LaunchError(f"-np {spec.ranks}: the number of ranks must be 1 or more")
+        raise LaunchError(f"-np {spec.ranks}: the number of ranks must be at least 1")
     placed = assign_ranks(spec.ranks, _machines(spec.hosts or [("localhost", spec.ranks)], local))
     known = {host.name: facts[host.name] for host in placed if host.name in facts}
     multi_host = any(host.name not in local for host in placed)
@@ -221,7 +221,7 @@ def _variables(
     spec: JobSpec, environ: Mapping[str, str], hosts: Sequence[Host], cores: int, master: str,
     extra: Mapping[str, str],
 ) -> tuple[dict[str, str], dict[str, str], int | None]:  # fmt: skip
-    """Return the user's variables for all ranks, our variables, and the number of threads per rank.
+    """Return the user's variables for all ranks, Ringdance's variables, and the threads per rank.
 
     The number of threads is None if the user has set it.
 
@@ -234,7 +234,7 @@ def _variables(
         extra: Variables for the MPI library. The launcher's environment overrides them.
     """
     exports, variables, threads = dict(spec.exports), {"PYTHONUNBUFFERED": "1"}, None
-    if "PYTHONFAULTHANDLER" not in environ:  # so that a fatal signal prints a traceback
+    if "PYTHONFAULTHANDLER" not in environ:  # print a traceback on a fatal signal
         variables["PYTHONFAULTHANDLER"] = "1"
     if MARKER in environ or "MASTER_ADDR" not in environ:  # ignore the address of an outer job
         variables["MASTER_ADDR"] = master
@@ -252,7 +252,7 @@ def _variables(
 def _removed(environ: Mapping[str, str]) -> list[str]:
     """Return the variables to remove, so that mpiexec is not mistaken for a rank of an enclosing MPI job."""
     prefixes = (*_OF_A_RANK, *_OF_A_SCHEDULER, *(["MASTER_PORT"] if MARKER in environ else []))
-    names = (name for name in environ if not name.startswith("PMIX_MCA_"))  # the user's settings
+    names = (name for name in environ if not name.startswith("PMIX_MCA_"))  # keep the user's settings
     return sorted(name for name in names if name.startswith(prefixes))
 
 
@@ -288,11 +288,8 @@ def _short_of_memory(hosts: Sequence[Host], facts: Mapping[str, HostFacts], mpi:
 def _informed(host: Host, facts: Mapping[str, HostFacts], networks: Networks, cores: int | None) -> Host:
     known = facts.get(host.name)
     return dataclasses.replace(
-        host,
-        local=cores is not None,
-        cores=known.cores if known else cores,
-        devices=known.visible if known else (),
-        interfaces=networks.interfaces.get(host.name, ()),
+        host, local=cores is not None, cores=known.cores if known else cores,
+        devices=known.visible if known else (), interfaces=networks.interfaces.get(host.name, ()),
     )
 
 

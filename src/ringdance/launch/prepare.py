@@ -18,7 +18,7 @@ from ringdance.launch.plan import Plan, build_plan
 from ringdance.launch.remote.connect import PIPES, Remote, allow_open_files, close_all, connect
 from ringdance.launch.spec import JobSpec, check_machine, script_of
 
-_FOR_RANK = 4  # file descriptors that this host's agent needs per rank, for connection and output
+_FOR_RANK = 4  # number of file descriptors that this host's agent needs per rank
 _RECORDS = "RINGDANCE_FLIGHT_RECORDER_DIR"
 
 Log = Callable[[str], None]
@@ -60,9 +60,7 @@ Check = Callable[[PreparedJob, Log], None]
 
 
 def prepare(
-    spec: JobSpec,
-    log: Log = lambda text: None,
-    connect: Callable[..., list[Remote]] = connect,
+    spec: JobSpec, log: Log = lambda text: None, connect: Callable[..., list[Remote]] = connect,
     local: Collection[str] | None = None,
 ) -> PreparedJob:
     """Plan the job and start an agent on every other host. The command must already be resolved.
@@ -71,10 +69,10 @@ def prepare(
         spec: The job.
         log: Called with messages about what the launcher is waiting for.
         connect: Starts the agents. Has the parameters of ``remote.connect.connect()``.
-        local: Host names that refer to this machine. By default, determined from their addresses.
+        local: Host names that refer to this machine. Default: those whose addresses belong to it.
 
     Raises:
-        LaunchError: The job cannot be prepared. Nothing has been started.
+        LaunchError: The job cannot be prepared. Nothing is left running.
     """
     check_machine()
     spec = spec.resolved()
@@ -103,7 +101,7 @@ def prepare(
     except BaseException:
         close_all(remotes)
         raise
-    used = {host.name for host in plan.hosts}  # not all hosts, if there are more slots than ranks
+    used = {host.name for host in plan.hosts}  # may not be all hosts, as there may be more slots than ranks
     close_all(remote for remote in remotes if remote.host not in used)
     return PreparedJob(plan, [remote for remote in remotes if remote.host in used])
 

@@ -27,8 +27,8 @@ class Rank:
         rank: Number of the rank.
         host: Name of the host on which the rank runs.
         streams: The rank's stdout and stderr.
-        pid: Process ID, 0 until the rank has started.
-        ended: How the rank ended, None until then.
+        pid: Process ID, or 0 until the rank has started.
+        ended: How the rank ended, or None while it is running.
     """
 
     link: RankLink
@@ -59,9 +59,9 @@ class RankTable:
         self._ranks: dict[int, Rank] = {}
         self._by_link: dict[RankLink, Rank] = {}
         self._to_start, self._to_end = set(self._host_of), set(self._host_of)
-        self._holding: dict[int, Rank] = {}  # running ranks with a traceback held back, longest-held first
+        self._holding: dict[int, Rank] = {}  # ranks with a held-back traceback, oldest first
         self.lost_hosts: set[str] = set()
-        self.alone: dict[int, str] = {}  # framework by rank, for ranks that have not called init()
+        self.alone: dict[int, str] = {}  # framework used by each rank that has not called init()
 
     def add(self, link: RankLink, hello: Mapping[str, Any]) -> str:
         """Add a rank and let it start. Returns the reason if it must not start, otherwise an empty string.
@@ -116,7 +116,7 @@ class RankTable:
         self._holding.pop(rank.rank, None)
 
     def of(self, link: RankLink) -> Rank | None:
-        """Return the rank whose wrapper is at the other end of the link."""
+        """Return the rank whose wrapper is at the other end of the link, or None if it is unknown."""
         return self._by_link.get(link)
 
     # --- state ---------------------------------------------------------------------------------
@@ -163,7 +163,7 @@ class RankTable:
         return self.over and not self.failed
 
     def not_started(self) -> dict[str, str]:
-        """Describe what the ranks that have not started are waiting for. The keys are "host (ranks 0-3)"."""
+        """Map "host (ranks 0-3)" to what these ranks, which have not started, are waiting for."""
         waiting = {}
         for host in self._plan.hosts:
             known = [number for number in host.ranks if number in self._ranks]
@@ -178,7 +178,7 @@ class RankTable:
         return [end.time for end in ends if end and end.by_mpiexec]
 
     def own_failure_reported(self) -> bool:
-        """Return True if a running rank has reported a failure of its own."""
+        """Return True if a running rank has reported its own failure."""
         marks = [mark for number in self.running for mark in self._ranks[number].streams[1].marks]
         return any(not mark.follows and mark.kind != "alone" for mark in marks)
 

@@ -25,21 +25,21 @@ from ringdance.launch.remote.connect import Remote, folded, together
 from ringdance.launch.shutdown import Shutdown
 from ringdance.launch.states import CLEANING, ENDING, LIMITS, WELL, Event, Stage, State
 
-# Seconds from an event to the deadline of the state that the event leads to:
+# The constants down to _TERM_S are the times, in seconds, from an event to the deadline of the next state.
 _FAILED_S = 0.1
 _MPIEXEC_EXITED_S = 0.3  # the ranks' reports may still be unread in the sockets
-# The other ranks get this long to report what they saw. The launcher may also receive the signal that ended
-# the rank a little later.
+# How long to wait after a rank fails before the other ranks are stopped. This gives them time to report what
+# they saw, and the launcher time to receive the signal that ended the rank, which may arrive a little later.
 _RANK_FAILED_S = 1.0
-_RANK_KILLED_S = 0.5  # a killed rank cannot have reported why it ended
-_OVER_S = 3.0  # for mpiexec to exit; it sometimes hangs
-_OVER_LATE_S = 0.05  # the same, but after a failure, after mpiexec has exited, or while the job is stopping
-_STOP_S = 0.8  # from a signal until the user is told how much time the ranks have left
-_TERM_S = 0.2  # from SIGTERM after a failure until the ranks are killed
+_RANK_KILLED_S = 0.5  # the same for a killed rank, which cannot have reported why it ended
+_OVER_S = 3.0  # how long to wait for mpiexec to exit after all ranks have; it sometimes hangs
+_OVER_LATE_S = 0.05  # the same if a rank has failed, the job was stopped, or mpiexec has already exited
+_STOP_S = 0.8  # time from a signal until the user is told how much time the ranks have left
+_TERM_S = 0.2  # time from SIGTERM after a failure until the ranks are killed
 
-_OWN_FAILURE_S = 1.0  # for a rank to exit after reporting its own failure; its exit code becomes the job's
-_CAUSE_S = 1.0  # for another host to report the failure that the known failures follow from
-_AGAIN_S = 0.05  # until the launcher checks again whether it must wait for a host
+_OWN_FAILURE_S = 1.0  # time for a rank that reported a failure to exit; the job adopts its exit code
+_CAUSE_S = 1.0  # time for another host to report the failure that caused the known failures
+_AGAIN_S = 0.05  # interval at which the launcher checks whether it must still wait for a host
 
 
 class RunningJob:
@@ -52,7 +52,7 @@ class RunningJob:
         screen: Destination of the ranks' output.
         signals: Signals received by the launcher.
         output: Receives files from other hosts.
-        results: Receives the ranks' results if all complete. None if not needed.
+        results: Receives the ranks' results if all complete, or None if not needed.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class RunningJob:
         self._shutdown = Shutdown(self._spec.grace)
         self._own_failure_awaited = False
         self._cause_awaited_until = math.inf
-        self._outside: list[Cause] = []  # failures outside the ranks
+        self._outside: list[Cause] = []  # failures that did not occur in a rank
 
     def run(self, files: Mapping[str, bytes]) -> Verdict | int:
         """Run the job to completion, with ``files`` in its directory on every host. See ``Job.run()``."""
@@ -100,7 +100,7 @@ class RunningJob:
     # --- the loop ------------------------------------------------------------------------------
 
     def _step(self) -> None:
-        # Once the job has left the state RUNNING, tracebacks are held back until it has ended.
+        # Once the job leaves the RUNNING state, tracebacks are held back until it ends.
         due = self._ranks.show_due() if self._stage.state is State.RUNNING else math.inf
         due = min(due, self._stage.deadline)
         again = self._agents.check(self._stage.state not in WELL and not self._shutdown.signal)
@@ -122,7 +122,7 @@ class RunningJob:
             self._ranks.send(self._shutdown.sigterm())
             if self._ranks.idle:
                 self._stage.deadline = time.monotonic()
-        elif state is State.CLEANING_REMOTE:  # before this host, to which the others report
+        elif state is State.CLEANING_REMOTE:  # before this host, because the others report to it
             self._agents.clean_remotes(not self._ranks.completed)
         elif state is State.CLEANING_LOCAL:
             self._agents.give_up_remotes()
@@ -150,7 +150,7 @@ class RunningJob:
             self._handle(Event.TIMEOUT, _TERM_S)
 
     def _extension(self) -> float:
-        """Return the seconds by which to extend the state's deadline. 0 or less means no extension."""
+        """Return by how many seconds to extend the state's deadline. 0 or less means no extension."""
         state = self._stage.state
         if state in (State.CLEANING_REMOTE, State.CLEANING_LOCAL):
             # Agents may still be sending results and output, which may be large.
@@ -177,11 +177,12 @@ class RunningJob:
         return time.monotonic() < self._cause_awaited_until
 
     def _grace_left(self) -> float:
-        """Return the seconds left for ranks to exit after a signal, and announce the time limit."""
+        """Return the seconds left for ranks to exit after a signal, and show the time limit to the user."""
         left = self._shutdown.kill_at - time.monotonic()
         if left <= 0 or self._ranks.idle:
             return 0.0
-        limit = "time" if self._spec.grace >= 3600 else f"{self._spec.grace:g} s"  # for background jobs
+        # Background jobs have a grace period of at least an hour. `ringdance stop` enforces the actual limit.
+        limit = "time" if self._spec.grace >= 3600 else f"{self._spec.grace:g} s"
         name = signal_name(self._shutdown.signal)
         self._screen.show(f"{name}: the ranks have {limit} to exit. Press Ctrl-C (SIGINT) to kill them now")
         return left
@@ -218,7 +219,7 @@ class RunningJob:
             self._ranks.on_start(rank, message["pid"])
             link.remote.time_here(message["time"])
             self._note(f"rank {rank.rank} runs on {rank.host}, pid {rank.pid}")
-            # This rank was about to start when the other ranks received SIGTERM.
+            # This rank was not running yet when the other ranks received SIGTERM.
             if self._stage.state is State.STOPPING:
                 link.send(self._shutdown.sigterm())
             if self._ranks.started:
@@ -285,7 +286,7 @@ class RunningJob:
         # Open MPI's daemon exits only after its ranks have exited, or because of an earlier failure.
         running = self._ranks.connected and not self._ranks.completed and self._stage.state not in ENDING
         if code and running and self._plan.mpi.family == "openmpi":
-            before = self._ranks.ended_by_mpiexec(host.ranks)  # these ranks were ended by this daemon
+            before = self._ranks.ended_by_mpiexec(host.ranks)  # when this daemon ended its ranks
             why = f"mpiexec's daemon (prted) exited with code {code} while ranks were running. Was it killed?"
             self._fail(f"{self._plan.named(host.name)}: {why}", 1, "daemon", min([when, *before]))
 
@@ -316,7 +317,7 @@ class RunningJob:
         self._outside.append(Cause(None, os.uname().nodename, os.getpid(), at, kind, message, code=code or 1))
         self._handle(Event.FAILURE, _FAILED_S)
 
-    # --- the end -------------------------------------------------------------------------------
+    # --- ending the job ------------------------------------------------------------------------
 
     def _on_clean(self, local: bool) -> None:
         """Continue once the agent on this host, or every agent on other hosts, has cleaned up or is lost."""

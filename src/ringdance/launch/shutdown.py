@@ -9,9 +9,9 @@ from typing import Any
 from ringdance.launch.cause import signal_name
 
 _STAY_S = 1.5
-_SAME_S = 0.2  # signals this close together may be one signal, sent to all processes
+_SAME_S = 0.2  # signals that arrive within this time may be one signal that was sent to all processes
 _OF_A_TERMINAL: dict[int, str] = {signal.SIGINT: "Ctrl-C", signal.SIGHUP: "its terminal"}
-_BEFORE_KILL_S = 5.0  # after a SIGTERM that follows SIGINT: LSF sends both, then SIGKILL, 10 s apart
+_BEFORE_KILL_S = 5.0  # time left after SIGINT and SIGTERM; LSF sends both, then SIGKILL, 10 s apart
 
 
 class Shutdown:
@@ -34,7 +34,7 @@ class Shutdown:
         self.caused_failures = True
 
     def add(self, number: int, latest: float, caused_failures: bool) -> None:
-        """Record a signal. The first sets ``kill_at`` (``latest`` at most). A later SIGINT ends the wait."""
+        """Record a signal. The first sets ``kill_at`` (at most ``latest``). A later SIGINT ends the wait."""
         now = time.monotonic()
         if not self.signal:
             self.signal, self.came, self.caused_failures = number, now, caused_failures
@@ -54,7 +54,7 @@ class Shutdown:
         return text
 
     def sigterm(self) -> dict[str, Any]:
-        """Build the message that makes a wrapper ask its rank to exit, but delay its report to mpiexec.
+        """Build the message that makes a wrapper ask its rank to exit and delay its report to mpiexec.
 
         mpiexec would end the other ranks as soon as it learned that one has exited.
         """

@@ -49,11 +49,12 @@ class JobSpec:
         style: Format of the ranks' output lines.
         output_directory: Directory for a copy of each rank's output, if any.
         timeline: File for a timeline of all ranks, if any.
-        start_timeout: Seconds within which all hosts must answer, and then as long for all ranks to start.
+        start_timeout: Seconds within which all hosts must answer, and then again within which all ranks
+            must start.
         heartbeat_timeout: Seconds without a heartbeat after which a host is considered lost.
         grace: Time in seconds for ranks to exit after a signal to the launcher. A second SIGINT ends them
             immediately.
-        verbose: If True, show the steps of the launch.
+        verbose: If True, show each step of the launch.
         binding: mpiexec options for binding. They replace the default of not binding ranks to cores.
         mpi_args: Further options for mpiexec.
     """
@@ -86,9 +87,9 @@ class JobSpec:
                 unknown.
         """
         if not self.start_timeout > 0:
-            raise LaunchError(f"--start-timeout {self.start_timeout:g}: it must be more than 0 seconds")
+            raise LaunchError(f"--start-timeout must be longer than 0 seconds, got {self.start_timeout:g}")
         if not 0 <= self.grace < 1e9:
-            raise LaunchError(f"--grace {self.grace:g}: it must be 0 seconds or more, and less than 1e9")
+            raise LaunchError(f"--grace must be at least 0 and less than 1e9 seconds, got {self.grace:g}")
         spec, shell, alloc = self, self.shell, detect(os.environ)
         names = [name for name, _ in alloc.hosts] if alloc else []
         # Oversubscribing a single machine is allowed.
@@ -108,7 +109,9 @@ class JobSpec:
             spec = replace(self, hosts=hosts, source=source, shell=shell)
         if spec.ranks is None:
             if not spec.hosts:
-                raise LaunchError("specify -np N, for example: -np 2 python train.py")
+                raise LaunchError(
+                    "the number of ranks is unknown. Specify -np N, for example: -np 2 python train.py"
+                )
             spec = replace(spec, ranks=sum(slots for _, slots in spec.hosts))
         return spec
 
@@ -165,7 +168,7 @@ def resolve_command(command: Sequence[str], directory: str = "") -> list[str]:
     check_machine()
     command = list(command[1:] if command[:1] == ["--"] else command)
     if not command:
-        raise CommandError("missing COMMAND, for example: ringdance run -np 2 python train.py")
+        raise CommandError("missing COMMAND. Example: ringdance run -np 2 python train.py")
     program = command[0]
     if program in ("python", "python3"):
         path: str | None = sys.executable

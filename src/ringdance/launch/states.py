@@ -17,8 +17,8 @@ class State(Enum):
     FAILED = auto()  # something has failed; the other ranks have a moment to report what they saw
     ENDED = auto()  # all ranks have exited; mpiexec may still be running
     STOPPING = auto()  # ranks have received SIGTERM
-    CLEANING_REMOTE = auto()  # agents on other hosts end all processes and remove all files
-    CLEANING_LOCAL = auto()  # the agent on this host does the same
+    CLEANING_REMOTE = auto()  # agents on other hosts kill the job's processes and remove its files
+    CLEANING_LOCAL = auto()  # the agent on this host kills the job's processes and removes its files
     DONE = auto()
 
 
@@ -45,8 +45,7 @@ TRANSITIONS: Mapping[State, Mapping[Event, State]] = {
     _S.ENDED: {_E.FAILURE: _S.ENDED, _E.OVER: _S.ENDED, _E.STOP: _S.STOPPING, _E.TIMEOUT: _S.CLEANING_REMOTE},
     _S.STOPPING: {_E.OVER: _S.STOPPING, _E.STOP: _S.STOPPING, _E.TIMEOUT: _S.CLEANING_REMOTE},
     _S.CLEANING_REMOTE: {_E.CLEAN: _S.CLEANING_LOCAL, _E.TIMEOUT: _S.CLEANING_LOCAL},
-    _S.CLEANING_LOCAL: {_E.CLEAN: _S.DONE},
-    _S.DONE: {},
+    _S.CLEANING_LOCAL: {_E.CLEAN: _S.DONE}, _S.DONE: {},
 }
 """The next state by state and event. Other events are ignored, except that LOST always leads to DONE.
 
@@ -62,7 +61,7 @@ ENDING = (_S.STOPPING, *CLEANING)
 
 
 class Stage:
-    """A job's state and its deadline, updated according to the tables above.
+    """A job's state and its deadline, updated according to ``TRANSITIONS`` and ``LIMITS``.
 
     Args:
         start_timeout: Seconds for all ranks to start.

@@ -37,7 +37,7 @@ def run_in_terminal(prepared: PreparedJob) -> int:
 
 
 def show_outcome(outcome: Verdict | int, prepared: PreparedJob, screen: Screen) -> int:
-    """Show the verdict on a failed job. Return the exit code."""
+    """Show the verdict if the job has failed, and return the job's exit code."""
     if isinstance(outcome, int):
         return outcome
     text = render(outcome, prepared.plan.ranks, prepared.spec.output_directory)

@@ -7,7 +7,7 @@ Each rank is one process with one device. Collectives accept ``mx.nd`` and ``mx.
     trainer = hvd.DistributedTrainer(net.collect_params(), "sgd", {"learning_rate": 0.1 * hvd.size()})
 """
 
-from ringdance.training.exports import *  # isort: skip  # First, because some names are replaced below.
+from ringdance.training.exports import *  # isort: skip  # Must come first: some names are redefined below.
 
 from ringdance.mxnet import operations
 from ringdance.mxnet.memory import Compression

@@ -12,12 +12,12 @@ NDArray = Any
 
 
 class Trainer(mx.gluon.Trainer):  # type: ignore[misc]
-    """A Gluon trainer without a kvstore. Calls ``reduce_gradients`` where other trainers push and pull.
+    """A Gluon trainer that calls ``reduce_gradients`` instead of exchanging gradients through a kvstore.
 
-    ``_allreduce_grads`` is called by ``step`` and ``allreduce_grads`` before ``_update``. MXNet has no public
-    hook that runs after gradients are computed and before they are used. If MXNet did not call this method,
-    ``step`` would train each rank on its own, so ``__init__`` checks that MXNet defines it. ``_params``
-    contains the parameters in the trainer's order.
+    ``step`` and ``allreduce_grads`` call ``_allreduce_grads`` before ``_update``. MXNet has no public hook
+    that runs after gradients are computed and before they are used. If MXNet did not call this method, each
+    rank would train a separate model, so ``__init__`` checks that MXNet defines it. ``_params`` contains the
+    parameters in the trainer's order.
     """
 
     def __init__(self, params: Any, optimizer: Any, optimizer_params: Any) -> None:
@@ -38,7 +38,7 @@ class Trainer(mx.gluon.Trainer):  # type: ignore[misc]
 
 
 def after_init(parameter: Any, function: Callable[[list[NDArray]], None]) -> None:
-    """Call a function with a Gluon parameter's arrays once the parameter has been initialized.
+    """Call a function with a Gluon parameter's arrays once the parameter is initialized.
 
     The function is also called for deep copies of the parameter. ``_init_impl`` is the method that
     initializes a parameter, even if its shape is not known before the first forward pass.
@@ -46,7 +46,7 @@ def after_init(parameter: Any, function: Callable[[list[NDArray]], None]) -> Non
 
     def then(self: Any, *args: Any, **kwargs: Any) -> None:
         type(self)._init_impl(self, *args, **kwargs)
-        vars(self).pop("_init_impl", None)  # Only once: a rank may initialize the parameter again on its own.
+        vars(self).pop("_init_impl", None)  # Only once: a single rank may reinitialize the parameter.
         function(self.list_data())
 
     parameter._init_impl = types.MethodType(then, parameter)

@@ -1,4 +1,4 @@
-"""Raise Ringdance's errors as MXNet errors too, so that ``except mx.MXNetError`` catches them."""
+"""Raise Ringdance's errors so that they are also MXNet errors, which ``except mx.MXNetError`` catches."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _made(ours: Any, args: Any) -> Any:
 
 @contextmanager
 def as_mxnet() -> Iterator[None]:
-    """Turn Ringdance errors raised in the block into errors that are also MXNet errors."""
+    """Convert each Ringdance error raised in the block, so that it is also an MXNet error."""
     try:
         yield
     except RingdanceError as error:

@@ -19,7 +19,7 @@ Tensors = Sequence[NDArray]
 
 
 def run(call: Call, tensors: Tensors, splits: Any = None) -> list[NDArray]:
-    """Run a call. Return new arrays, and for an alltoall also the number of rows from each rank (int32).
+    """Run a call and return new arrays. For an alltoall, append the number of rows from each rank (int32).
 
     Args:
         call: The collective and its options.
@@ -43,8 +43,8 @@ def run(call: Call, tensors: Tensors, splits: Any = None) -> list[NDArray]:
 def run_in_place(calls: Sequence[tuple[Call, Tensors]]) -> None:
     """Run calls concurrently. Each call writes its results to its own arrays.
 
-    If a call fails, the error is raised after all calls have finished: the other ranks also make all calls,
-    and no call may write to its arrays after this function has returned.
+    If a call fails, the error is raised after all calls have finished, because the other ranks also make all
+    calls, and no call may write to its arrays after this function has returned.
     """
     works: list[tuple[Work, Call, Tensors]] = []
     errors: list[Exception] = []
@@ -74,7 +74,7 @@ def _submit(
         views = tuple([array_of(tensor, in_place) for tensor in tensors])
         if not call.keeps_shapes and not all(view.ndim for view in views):
             what = call.kind.name.lower()
-            raise ArgumentError(f"{what} needs arrays with at least one dimension. Use x.reshape(1).")
+            raise ArgumentError(f"{what} needs at least one dimension. Pass x.reshape(1) for a scalar x.")
         splits = array_of(splits) if isinstance(splits, mx.nd.NDArray) else splits
         rows = None if splits is None else (np.asarray(splits),)
         if in_place:

@@ -29,7 +29,7 @@ def _floating_dtype(tensor: NDArray) -> Any:
 
 
 class Compression:
-    """Compression algorithms. bf16 is missing, because MXNet's operators do not support it on CPUs."""
+    """Compression algorithms, except bf16, which MXNet's operators do not support on CPUs."""
 
     _all = compression_for(__name__, np.float16, None, _floating_dtype, lambda one, kind: one.astype(kind))
     none: type[Compressor] = _all.none
@@ -53,7 +53,7 @@ def array_of(tensor: NDArray, written: bool = False) -> Array:
         MXNetError: The operation that computes the array has failed.
     """
     if not isinstance(tensor, mx.nd.NDArray):
-        raise ArgumentError(f"Expected an mx.nd.NDArray or an mx.np.ndarray, got {type(tensor).__name__}.")
+        raise ArgumentError(f"Expected an mx.nd.NDArray or mx.np.ndarray, but got {type(tensor).__name__}.")
     if tensor.stype != "default":
         raise ArgumentError(
             f"An array of storage type '{tensor.stype}' cannot be exchanged. Convert it with "
@@ -72,8 +72,8 @@ def empty(shape: tuple[int, ...], dtype: Any, like: NDArray) -> NDArray:
     if all(shape) and shape:
         result = mx.nd.empty(shape, like.ctx, dtype)
     else:
-        # MXNet would treat the shapes of scalars and empty arrays as unknown. np_shape is not used for other
-        # arrays, because MXNet logs a message when it is first used.
+        # Without np_shape, MXNet would treat the shapes of scalars and empty arrays as unknown. For other
+        # arrays, np_shape is not used, because MXNet logs a message at its first use.
         with mx.util.np_shape(True):
             result = mx.nd.empty(shape, like.ctx, dtype)
     return result.as_np_ndarray() if isinstance(like, mx.np.ndarray) else result
@@ -96,11 +96,14 @@ def from_array(array: Array, like: NDArray) -> NDArray:
 
 
 def sample_of(tensors: Sequence[NDArray]) -> Array:
-    """Return a sample of the arrays' elements to compare. See ``training.gradients.weights``."""
+    """Return a sample of the arrays' elements to compare across ranks.
+
+    See ``training.gradients.weights``.
+    """
 
     def take(one: NDArray) -> tuple[int, Array]:
         if _floating_dtype(one) is None:
-            raise TypeError("only floating-point arrays are compared")
+            raise TypeError("Only floating-point arrays can be compared.")
         flat = array_of(one).reshape(-1)
         return flat.size, flat[:: step_of(flat.size)].astype(np.float32)
 

@@ -1,7 +1,8 @@
 """Collectives on MXNet arrays. Names, argument order and results are the same as in Horovod.
 
-The arguments documented for ``allreduce`` have the same meaning in all functions. ``name`` is the key that
-matches calls across ranks; unnamed calls match by order. ``process_set`` contains the participating ranks.
+The arguments documented for ``allreduce`` have the same meaning in all functions. ``name`` is the key by
+which calls are matched across ranks. Unnamed calls match by order. ``process_set`` contains the participating
+ranks.
 All functions raise the same types of errors. Functions whose names end with ``_`` work in place. ``grouped_``
 functions exchange several arrays together. The functions are not differentiable. A call returns when its
 results are complete. ``priority`` has no effect.
@@ -40,7 +41,7 @@ def allreduce(
     Args:
         tensor: Array with the same shape and type on all ranks.
         average: Deprecated form of ``op``: True means Average, False means Sum.
-        name: Key that matches the ranks' calls. Unnamed calls match by order.
+        name: Key by which calls are matched across ranks. Unnamed calls match by order.
         priority: Accepted and ignored.
         prescale_factor: Factor applied to each rank's input.
         postscale_factor: Factor applied to the result.
@@ -48,8 +49,8 @@ def allreduce(
         op: Average (default), Sum, Adasum, Min, Max or Product.
 
     Raises:
-        ValueError: An argument is wrong. The error may be raised on this rank only. Like all Ringdance errors
-            in this module, it is also an MXNetError.
+        ValueError: An argument is invalid. The error may be raised on this rank only. Like all Ringdance
+            errors in this module, it is also an MXNetError.
         MismatchError: Shapes, types or operations differ between ranks. Raised on all ranks.
     """
     call = allreduce_call(name, average, op, prescale_factor, postscale_factor, process_set)
@@ -130,7 +131,7 @@ def alltoall(
         tensor: Array with at least one dimension. All dimensions except the first must match across ranks.
         splits: Number of rows to send to each rank, as a list or an int32 array. The sum may be less than the
             number of rows. By default, all ranks receive equal shares.
-        name: Key that matches the ranks' calls.
+        name: Key by which calls are matched across ranks.
         priority: Accepted and ignored.
         process_set: The participating ranks.
 
@@ -164,7 +165,7 @@ def grouped_reducescatter(
 
 @as_mxnet()
 def join() -> int:
-    """Contribute zeros until all ranks have joined. Returns the global rank that joined last."""
+    """Contribute zeros to other ranks' calls until all ranks have joined. Returns the last rank to join."""
     return collectives.join(session.engine())
 
 

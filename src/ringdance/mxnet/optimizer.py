@@ -25,7 +25,7 @@ from ringdance.training.gradients.options import scales_of
 from ringdance.training.process_sets import ProcessSet, global_process_set, set_id, takes_part
 
 _ADVICE = "hvd.broadcast_parameters(net.collect_params(), root_rank=0)"
-_numbers = itertools.count()  # All ranks create their trainers in the same order.
+_numbers = itertools.count()  # The same on all ranks, which create trainers in the same order.
 
 
 class _Reduction:
@@ -36,7 +36,7 @@ class _Reduction:
         predivide: Factor by which gradients are divided before they are summed. The sum is multiplied by it.
         groups: Number of groups in which gradients are exchanged. 0 means one group.
         process_set: The participating ranks.
-        compression: Compression for the exchange.
+        compression: Compression of the gradients in the exchange.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class _Reduction:
         self.compression = compression
 
     def __call__(self, gradients: Sequence[NDArray], names: Sequence[str], suffix: str = "") -> None:
-        """Average the gradients of the parameters ``names``. ``suffix`` must be unique within the step."""
+        """Average the gradients of the parameters ``names``. Calls in one step need different suffixes."""
         pairs = [self.compression.compress(gradient) for gradient in gradients]
         calls = []
         parts = np.array_split(np.arange(len(pairs)), min(self.groups, len(pairs)) or 1)
@@ -63,7 +63,7 @@ class _Reduction:
                 gradient[()] = self.compression.decompress(small, context)
 
     def compare(self, tensors: Sequence[NDArray], names: Sequence[str], suffix: str = "") -> None:
-        """If a comparison is due, compare parameters between ranks. See ``training.gradients.weights``."""
+        """Compare parameters across ranks if a comparison is due. See ``training.gradients.weights``."""
         name, number = f"{self.name}{suffix}", set_id(self.process_set)
         with as_mxnet():
             weights.compare_if_due(name, names, _ADVICE, number, lambda: sample_of(tensors))
@@ -100,8 +100,8 @@ class DistributedTrainer(Trainer):
             _check_same(optimizer._reduction, process_set, gradient_predivide_factor)
             optimizer = optimizer._optimizer
             warnings.warn(
-                "DistributedTrainer averages gradients on its own, so it uses the optimizer inside the "
-                "DistributedOptimizer.", stacklevel=2,
+                "DistributedTrainer itself averages gradients, so it uses the optimizer that the "
+                "DistributedOptimizer wraps. Pass that optimizer to DistributedTrainer.", stacklevel=2,
             )
         super().__init__(params, optimizer, optimizer_params)
         name = f"trainer.{prefix or next(_numbers)}"
@@ -127,12 +127,12 @@ class DistributedTrainer(Trainer):
 
 
 def _check_same(given: _Reduction, process_set: ProcessSet, predivide: float) -> None:
-    """Reject a DistributedOptimizer with settings that the trainer would ignore."""
+    """Raise ArgumentError if a DistributedOptimizer has settings that the trainer would ignore."""
     sets, scales = (process_set, global_process_set), (scales_of(ReduceOp.AVERAGE, predivide), (1.0, 1.0))
     if not any(given.process_set is allowed for allowed in sets) or given.scales not in scales:
         raise ArgumentError(
-            "The DistributedOptimizer has a process_set or gradient_predivide_factor that this "
-            "DistributedTrainer would not use. Pass the same values to DistributedTrainer(...)."
+            "The DistributedOptimizer has a process_set or gradient_predivide_factor that DistributedTrainer "
+            "did not receive and would not use. Pass the same values to DistributedTrainer(...)."
         )
 
 
@@ -167,7 +167,7 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
         setattr(self._optimizer, name, value)
 
     def __getstate__(self) -> dict[str, Any]:
-        return dict(vars(self))  # MXNet's method removes attributes of the optimizer.
+        return dict(vars(self))  # MXNet's own method would drop attributes.
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -21,20 +21,21 @@ def broadcast_parameters(params: Any, root_rank: int = 0, prefix: str | None = N
     """Overwrite parameters with the values from global rank ``root_rank``.
 
     A Gluon parameter whose initialization is deferred to the first forward pass, because its shape is not
-    known yet, is broadcast once it has been initialized.
+    known yet, is broadcast once it is initialized.
 
     Args:
         params: The result of ``collect_params()``, or a dictionary of parameters or arrays. Keys must be the
             same on all ranks.
         root_rank: Global rank of the root.
-        prefix: Text that precedes the key in the name of each operation.
+        prefix: Prefix of the operation names, followed by the parameter's key.
 
     Raises:
         ValueError: ``params`` has the wrong type.
     """
     if not isinstance(params, (dict, mx.gluon.ParameterDict)):
         raise ArgumentError(
-            f"broadcast_parameters needs a dictionary of arrays or parameters, got {type(params).__name__}."
+            "broadcast_parameters needs a dictionary of arrays or parameters, but got "
+            f"{type(params).__name__}."
         )
     if session.engine().size == 1:
         return

@@ -1,1 +1,1 @@
-"""Training jobs that come with the package, to copy and change."""
+"""Complete training scripts for users to run, or to copy and change."""

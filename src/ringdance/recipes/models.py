@@ -1,4 +1,4 @@
-"""Export models atomically, verify exported models when they are read, and write scores as text."""
+"""Export models atomically, read and verify exported models, and format scores."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def export(
     given: argparse.Namespace, write: Callable[[Path], None], about: dict[str, Any],
     table: hvd.EmbeddingTable | None,
 ) -> None:
-    """Export a model for score.py. The directory gets its final name only when it is complete. Collective.
+    """Export a model for score.py. The directory is renamed only after it is complete. Collective.
 
     Args:
         given: Options of the recipe. ``given.export`` is the target directory.
-        write: Writes the model's files to a directory. Called on rank 0.
-        about: Contents of model.json.
-        table: Embedding table to write to the same directory.
+        write: Writes the model's files to the directory that is passed to it. Called on rank 0.
+        about: Contents of model.json, except the checksums.
+        table: Embedding table to export with the model, if any.
 
     Raises:
         SystemExit: The model could not be written. Raised on all ranks.
@@ -40,7 +40,7 @@ def export(
     partial, old = (final.with_name(f".{final.name}.{word}") for word in ("partial", "old"))
 
     def begin() -> None:
-        if old.exists() and not final.exists():  # a process was killed between the two renames
+        if old.exists() and not final.exists():  # an earlier export was killed between its two renames
             os.replace(old, final)
         for left in partial, old:
             shutil.rmtree(left, ignore_errors=True)
@@ -55,7 +55,7 @@ def export(
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
-        problem = wrong_target(given)  # another program may have written there during training
+        problem = wrong_target(given)  # other programs may have written there since the start
         try:
             if final.exists() and not problem:
                 os.replace(final, old)
@@ -77,14 +77,14 @@ def export(
 
 
 def _on_rank_0(name: str, action: Callable[[], str | None]) -> None:
-    """Run an action on rank 0. If it fails or returns an error message, exit on all ranks."""
+    """Run an action on rank 0. If it raises or returns an error message, exit on all ranks."""
     problem = ""
-    # Rank 0 may work for several seconds. Without the pause, the waiting ranks would report a stall.
+    # The action can take long. Without the pause, the waiting ranks would report a stall.
     with hvd.pause_stall_check("export"):
         if hvd.rank() == 0:
             try:
                 problem = action() or ""
-            except Exception as error:  # can come from any framework
+            except Exception as error:  # frameworks raise many kinds of exceptions
                 problem = _not_written(name, error)
         problem = hvd.broadcast_object(problem)
     if problem:
@@ -96,7 +96,7 @@ def _not_written(name: str, error: Exception) -> str:
 
 
 def wrong_target(given: argparse.Namespace) -> str:
-    """Return an error message if ``--export`` must not write to its target, otherwise an empty string."""
+    """Return an error message if the target of ``--export`` cannot be used, otherwise an empty string."""
     if not given.export:
         return ""
     target = Path(given.export).resolve()
@@ -137,11 +137,11 @@ def about_model(model: Path) -> dict[str, Any]:
             return about
     except (ValueError, KeyError, TypeError, RecursionError):
         pass
-    raise ArgumentError(f"{file} is damaged, or does not belong to an exported model")
+    raise ArgumentError(f"{file} is damaged, or was not written by --export")
 
 
 def whole_model(model: Path) -> dict[str, Any]:
-    """Return the contents of ``model.json``, after verifying all files of the model.
+    """Return the contents of ``model.json`` after verifying the checksums of all files.
 
     Raises:
         ArgumentError: ``model.json`` or a file that it lists is missing or damaged.
@@ -160,7 +160,7 @@ def text_file(name: str | None) -> AbstractContextManager[TextIO]:
     """Open a text file for writing. It appears under its name only when it is complete.
 
     Args:
-        name: Path of the file. A pipe or a device is written to directly. If None, the text is discarded.
+        name: Path of the file. Pipes and devices are opened directly. If None, the text is discarded.
     """
     path = Path(os.path.realpath(name or os.devnull))
     if path.exists() and not path.is_file():
@@ -169,7 +169,7 @@ def text_file(name: str | None) -> AbstractContextManager[TextIO]:
 
 
 def scores_of(found: dict[str, float]) -> str:
-    """Format the metrics of ``BinaryScores``, with the standard error of the AUC."""
+    """Format the result of ``BinaryScores``. Includes the standard error of the AUC."""
     rows = f"{found['count']:,} rows"
     if np.isnan(found["auc"]):
         label = 1 if found["positives"] else 0

@@ -1,4 +1,4 @@
-"""Report the progress of a recipe: printed lines and TensorBoard scalars."""
+"""Report the progress of a training run in printed lines and as TensorBoard scalars."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ringdance.errors import optional
 
 
 class ProgressTable:
-    """The progress table of a training run. Each line covers the steps since the previous line.
+    """Prints the progress of a training run as a table. A line covers the steps since the previous line.
 
     Args:
         given: Options of the recipe (see ``Options``).
@@ -23,8 +23,7 @@ class ProgressTable:
         epochs: Number of epochs in the training run.
 
     Attributes:
-        began: Start of the run on the ``time.perf_counter`` clock, moved back by the duration of earlier
-            runs.
+        began: ``time.perf_counter()`` at the start, minus the duration of earlier runs.
     """
 
     def __init__(self, given: argparse.Namespace, unit: str, samples: int, epochs: float) -> None:
@@ -47,7 +46,7 @@ class ProgressTable:
         return time.perf_counter() - self.began
 
     def cost(self) -> str:
-        """Return the cost so far, or "-" if the price is unknown."""
+        """Return the cost so far, or "-" if ``--price-per-hour`` was not given."""
         price = self._given.price_per_hour
         return "-" if price is None else f"{self.seconds() / 3600 * price:.2f}"
 
@@ -56,7 +55,7 @@ class ProgressTable:
         self._mark, self._counted, self._waited = time.perf_counter(), 0, 0.0
 
     def timed(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """Yield the loader's batches, measuring how long training waits for them."""
+        """Yield the loader's batches, and measure how long training waits for them."""
         batches = iter(loader)
         while True:
             began = time.perf_counter()
@@ -68,16 +67,16 @@ class ProgressTable:
             yield batch
 
     def line(self, figures: dict[str, float], rate: float, step: int, done: int) -> bool:
-        """Print a line about the steps since the previous line. Collective.
+        """Print the next line of the table. Collective.
 
         Args:
-            figures: This rank's metrics for these steps, the loss first.
+            figures: This rank's metrics for the steps since the previous line. The first must be the loss.
             rate: Current learning rate.
             step: Number of steps completed.
-            done: Number of samples trained on, in all epochs.
+            done: Number of samples used for training so far, in all epochs.
 
         Returns:
-            True if the run has reached its time limit.
+            True if the run has reached ``--time-limit`` on any rank.
 
         Raises:
             SystemExit: The loss is not finite.
@@ -105,15 +104,14 @@ class ProgressTable:
         left = clock((self._samples * self._epochs - done) / speed)
         self.print(
             f"{done / self._samples:8.2f} {step:8} {rate:9.4g}{shown} {speed:10,.1f} "
-            f"{speed / hvd.size():9,.1f} {waiting:6.1%} {clock(self.seconds()):>9} {left:>9} "
-            f"{self.cost():>9}"
+            f"{speed / hvd.size():9,.1f} {waiting:6.1%} {clock(self.seconds()):>9} {left:>9} {self.cost():>9}"
         )
         speeds = {"rate": rate, "waiting_for_input": waiting, f"{self._unit}_per_second": speed}
         self.scalars(step, speeds | by_title)
         return late > 0
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
-        """Write values for TensorBoard, and reset the counters for the next line."""
+        """Write scalars for TensorBoard, and reset the counters for the next line."""
         if self._board is not None:
             for name, value in values.items():
                 self._board.add_scalar(name, value, step)

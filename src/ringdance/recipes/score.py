@@ -1,22 +1,21 @@
-"""Score click-log rows or images with a model that train_torch.py or train_keras.py has exported.
+"""Score click-log rows or images with a model exported by train_torch.py or train_keras.py.
 
     python score.py model clicks --split validation --output scores.tsv
     python score.py model photos --output scores.tsv
 
-For click logs, the output has one line per row, in the same order: the probability of a click, and the row's
-label. If both labels occur, AUC, log-loss and calibration are printed as well. The input format requires a
-label. If your rows have no labels, prepend any value, such as 0:
+For click logs, the output has one line per input row, in the order of the rows, with the probability of a
+click and the row's label. If both labels occur, AUC, log-loss and calibration are also printed. The input
+format requires a label. If your rows have no labels, prepend any valid value, such as 0:
 
     sed 's/^/0\\t/' test.txt > rows.tsv
 
-Embedding rows are read from disk as needed, so the table may be larger than memory.
+Rows of the embedding table are read from disk as needed, so the table may be larger than memory.
 
 A directory is searched recursively for images. The output has a header and one line per image: the image's
 path (for prepared data, its number), its label, and the probability of each class. In prepared data, the
-label is the image's class. Otherwise it is the name of the image's directory, or "-" if the model does not
-know a class with that name. If there are labels, top-1 and top-5 accuracy are printed as well. As in
-evaluation, each image is cropped to the center square. Broken images are skipped and listed, and the exit
-code is then 3.
+label is the image's class. Otherwise, it is the name of the image's directory, or "-" if the model has no
+class with that name. If there are labels, top-1 and top-5 accuracy are also printed. As in evaluation, each
+image is cropped around its center. If images are broken, they are skipped and listed, and the exit code is 3.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ ENDINGS = (".jpeg", ".jpg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 
 
 def program_of(model: Path, about: dict[str, Any]) -> Callable[..., Array]:
-    """Load the exported program. Returns it as a function that takes and returns arrays.
+    """Load the exported program as a function that takes and returns NumPy arrays.
 
     Raises:
         ArgumentError: The program cannot be read.
@@ -69,16 +68,16 @@ def program_of(model: Path, about: dict[str, Any]) -> Callable[..., Array]:
         import keras
 
         return keras.models.load_model(model / "model.keras", compile=False).predict_on_batch
-    except Exception as error:  # damaged files raise many different exceptions
-        raise ArgumentError(f"{model} cannot be read: {error}") from None
+    except Exception as error:  # frameworks raise many kinds of exceptions for damaged files
+        raise ArgumentError(f"{model} cannot be loaded: {error}") from None
 
 
 def score_rows(given: argparse.Namespace, about: dict[str, Any]) -> int:
-    """Score click-log rows, and print metrics if they can be computed. Returns 0."""
+    """Score click-log rows, and print metrics. Returns 0, because no rows are skipped."""
     data = Table.open(given.data, given.split, table_size=about["table_size"])
     if data.fields != about["fields"]:
         raise ArgumentError(
-            f"{given.data} has {data.fields} fields, but {given.model} needs {about['fields']}"
+            f"{given.data} has {data.fields} fields, but {given.model} requires {about['fields']}."
         )
     layers, table = program_of(given.model, about), np.load(given.model / "table.npy", mmap_mode="r")[0]
     metrics, began = hvd.BinaryScores(), time.perf_counter()
@@ -95,7 +94,7 @@ def score_rows(given: argparse.Namespace, about: dict[str, Any]) -> int:
 
 
 class Photographs:
-    """A data set for ``Loader``: all image files below a directory. Images without a class have label -1."""
+    """A data set for ``Loader`` with all image files below a directory. Unknown labels are -1."""
 
     def __init__(self, place: Path, classes: list[str]) -> None:
         candidates, directory = ([place], place.parent) if place.is_file() else (place.rglob("*"), place)
@@ -104,16 +103,16 @@ class Photographs:
         self.rows = np.zeros(len(self.paths), [("label", np.int64)])
         self.rows["label"] = [labels.get(path.parent.name, -1) for path in self.paths]
         self.names = [str(path.relative_to(directory)) for path in self.paths]
-        self.broken: dict[int, str] = {}  # error messages, by number of the broken image
+        self.broken: dict[int, str] = {}  # error messages by image number
         self._black: bytes = optional("simplejpeg", ArgumentError).encode_jpeg(np.zeros((8, 8, 3), np.uint8))
 
     def __len__(self) -> int:
         return len(self.paths)
 
     def read(self, number: int) -> bytes:
-        """Return an image as ``ringdance data prepare`` would write it: upright, 8-bit RGB.
+        """Return an image, converted like by ``ringdance data prepare`` to upright 8-bit RGB if necessary.
 
-        If the image is broken, record the error and return a black image.
+        If the image is broken, record the error, and return a black image instead.
         """
         try:
             return clean(self.paths[number].read_bytes()).image
@@ -132,9 +131,9 @@ def images_of(given: argparse.Namespace, classes: list[str]) -> Any:
     except ArgumentError as error:
         raise ArgumentError(f"{error} It does not contain images either ({', '.join(ENDINGS)}).") from None
     except NotADirectoryError:
-        raise ArgumentError(f"{given.data} is not an image ({', '.join(ENDINGS)})") from None
+        raise ArgumentError(f"{given.data} does not end in {', '.join(ENDINGS)}.") from None
     if list(map(str, prepared.classes)) != classes:
-        raise ArgumentError(f"the classes of {given.data} and {given.model} differ")
+        raise ArgumentError(f"the classes of {given.data} differ from the classes of {given.model}.")
     return prepared
 
 
@@ -166,17 +165,17 @@ def score_images(given: argparse.Namespace, about: dict[str, Any]) -> int:
 
 
 def main() -> None:
-    """Run the script.
+    """Score the data given on the command line.
 
     Raises:
-        SystemExit: With exit code 2 after an error, or 3 if samples were skipped.
+        SystemExit: The exit code is 2 after an error, and 3 if images were skipped.
     """
     parser = Options(description=__doc__)
     add = parser.add_argument
-    add("model", type=Path, metavar="MODEL", help="a directory that --export has written")
-    add("data", type=Path, metavar="DATA", help="prepared data, a file of rows, or images")
+    add("model", type=Path, metavar="MODEL", help="directory written by --export")
+    add("data", type=Path, metavar="DATA", help="prepared data, file of rows, or images")
     add("--split", default="train", help="split of prepared data; default: train")
-    add("--output", metavar="FILE", help="default: print the metrics only")
+    add("--output", metavar="FILE", help="file for the scores; default: print only metrics")
     add("--batch-size", type=int, metavar="N", help="default: 8192 rows, 32 images")
     given = parser.parse_args()
     try:
@@ -185,7 +184,7 @@ def main() -> None:
             raise ArgumentError(f"{sys.argv[0]} runs as one process. Start it without `ringdance run`.")
         about = whole_model(given.model)
         if not {"table_size", "classes"} & about.keys():
-            raise ArgumentError(f"{given.model} is a model that score.py cannot run")
+            raise ArgumentError(f"{given.model} is not a model for click logs or image classes.")
         left_out = (score_rows if "table_size" in about else score_images)(given, about)
     except (ArgumentError, OSError) as error:
         parser.error(str(error))

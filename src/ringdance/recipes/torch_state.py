@@ -1,4 +1,4 @@
-"""PyTorch code that the recipes share: mixed precision, loading weights, and checkpoint arrays."""
+"""PyTorch code shared by the recipes: mixed precision, loading weights, and arrays for checkpoints."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Array = np.ndarray[Any, Any]
 
 
 def autocast(device: torch.device, precision: str) -> AbstractContextManager[Any]:
-    """Return an autocast context for a device. It has no effect if the precision is "float32"."""
+    """Return an autocast context for a device, which has no effect if the precision is "float32"."""
     dtype = torch.float16 if precision == "float16" else torch.bfloat16
     return torch.autocast(device.type, dtype, enabled=precision != "float32")
 
@@ -24,8 +24,8 @@ def load_weights(model: torch.nn.Module, file: str, is_head: Callable[[str], boo
 
     Args:
         model: Model to load the state dict into.
-        file: File written by torch.save(). It contains either the state dict itself, or a dict that has it
-            under "model" or "state_dict".
+        file: File written by torch.save(). It contains a state dict, or a dict with a state dict under
+            "model" or "state_dict".
         is_head: Returns True if a parameter name belongs to the head.
 
     Returns:
@@ -33,7 +33,7 @@ def load_weights(model: torch.nn.Module, file: str, is_head: Callable[[str], boo
 
     Raises:
         OSError: The file cannot be read.
-        ValueError: The file contains another model, or does not contain a state dict.
+        ValueError: The file does not contain a state dict, or contains one of another model.
     """
     try:
         if Path(file).is_fifo():
@@ -43,13 +43,13 @@ def load_weights(model: torch.nn.Module, file: str, is_head: Callable[[str], boo
         fits = {name: one for name, one in saved.items() if name in own and one.shape == own[name].shape}
     except OSError:
         raise
-    except Exception:  # torch.load raises many different exceptions for other files
-        raise ValueError("it is not a file from torch.save(model.state_dict())") from None
+    except Exception:  # torch.load raises many kinds of exceptions for other files
+        raise ValueError("it is not a file from torch.save(model.state_dict(), ...)") from None
     fresh = [name for name in own if name not in fits]
-    extra = {one for one in saved.keys() - own if not one.lower().startswith("aux")}  # untrained aux heads
+    extra = {one for one in saved.keys() - own if not one.lower().startswith("aux")}  # skip auxiliary heads
     odd = {name for name in (*fresh, *extra) if not is_head(name)}
     if other := [name for name in odd if not name.endswith("num_batches_tracked")]:
-        raise ValueError(f"{len(other)} of its entries belong to another model, such as {min(other)}")
+        raise ValueError(f"{len(other)} entries belong to another model, such as {min(other)}")
     model.load_state_dict(fits, strict=False)
     return [name for name in fresh if is_head(name)]
 
@@ -57,7 +57,7 @@ def load_weights(model: torch.nn.Module, file: str, is_head: Callable[[str], boo
 def arrays_of(
     optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None = None, **modules: torch.nn.Module
 ) -> dict[str, Array]:
-    """Return copies of everything that a checkpoint needs, with keys such as "model/conv1.weight"."""
+    """Return copies of the arrays for a checkpoint, with keys such as "model/conv1.weight"."""
     values: dict[str, Any] = {}
     for part, module in modules.items():
         values |= {f"{part}/{name}": value for name, value in module.state_dict().items()}

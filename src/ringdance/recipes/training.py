@@ -1,6 +1,6 @@
-"""The training loop that the recipes share: progress table, evaluation, checkpoints and the best model.
+"""The training loop of the recipes, with progress table, evaluation, checkpoints and the best model.
 
-Note [Models of recipes]: Each script defines a class for its model, with these members.
+Note [Models of recipes]: Each recipe defines a class for its model with the following members.
 
 - ``framework``: Name of the framework.
 - ``figures()``: Returns this rank's metrics for the steps since the last call, "loss" first.
@@ -8,9 +8,9 @@ Note [Models of recipes]: Each script defines a class for its model, with these 
 - ``described(at, found)``: Formats ``found``, the metrics of an evaluation at position ``at``.
 - ``average_statistics()``: Averages statistics that each rank computes from its own samples, such as the
   running means of batch normalization. Collective.
-- ``state()``: Returns copies of the weights and of the optimizer's state, by name. Called on rank 0.
-- ``restore(state)``: Restores a state returned by ``state()``. All ranks pass the same values.
-- ``export(directory)``: Writes the files that score.py needs. Called on rank 0.
+- ``state()``: Returns copies of the arrays for a checkpoint, by name. Called on rank 0.
+- ``restore(state)``: Restores a state returned by ``state()``. Called with equal values on all ranks.
+- ``export(directory)``: Writes the files of an exported model. Called on rank 0.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class Position:
     Attributes:
         step: Number of steps completed, in all epochs.
         epoch: The current epoch, from 0.
-        done: Number of samples of the current epoch that have been trained on.
+        done: Number of the current epoch's samples that were used for training.
         seconds: Training time so far, including earlier runs.
-        best: Score of the best evaluation.
+        best: Highest score of all evaluations.
         worse: Number of evaluations since the best one.
     """
 
@@ -59,19 +59,20 @@ class Position:
 
 
 class Training:
-    """Trains a model and manages its checkpoints. Every rank creates one.
+    """Trains a model and manages its checkpoints. All ranks must create an instance.
 
     Args:
-        given: Options of the recipe (see ``Options``). ``patience`` and ``sample_log`` are optional.
+        given: Options of the recipe (see ``Options``). The attributes ``patience`` and ``sample_log`` are
+            optional.
         model: Model to train. See Note [Models of recipes].
-        options: Options that must have the same values when a run resumes from a checkpoint.
+        options: Settings that must be the same when a run resumes from a checkpoint.
         unit: Name of the samples, such as "images".
         samples: Number of samples per epoch.
         epochs: Number of epochs in the training run.
         split: Name of the split that is evaluated.
-        score: Name of the metric by which the best model is chosen. Higher is better.
+        score: Name of the metric that determines the best model. Higher is better.
         suffix: File name suffix of the checkpoints.
-        table: Embedding table that is saved with the model.
+        table: Embedding table to save with the model, if any.
 
     Attributes:
         at: The current position.
@@ -93,7 +94,7 @@ class Training:
         if given.checkpoints:
             with _one_sentence():
                 self.files = hvd.Checkpoints(given.checkpoints, given.keep, suffix=suffix)
-            if split != TRAINED_ON:  # a score on the training samples does not show which model is best
+            if split != TRAINED_ON:  # do not select the best model by its score on training samples
                 self.best = hvd.Checkpoints(given.checkpoints, 1, "best", suffix)
         used = getattr(given, "sample_log", None)
         self._used = Path(used) / f"rank-{hvd.rank()}.jsonl" if used else None
@@ -106,7 +107,7 @@ class Training:
         self.progress.print(text)
 
     def _note(self, batch: Any) -> None:
-        """Log the samples that this rank used in a step."""
+        """Append the samples that this rank used in a step to its sample log."""
         if self._used:
             about = {"step": self.at.step, "epoch": self.at.epoch}
             with self._used.open("a") as file:
@@ -115,7 +116,7 @@ class Training:
     # Checkpoints ------------------------------------------------------------------------------------------
 
     def save(self, files: hvd.Checkpoints | None) -> None:
-        """Copy the state, and start writing it as a checkpoint in the background."""
+        """Copy the state, and start to write it as a checkpoint in the background."""
         if files is None:
             return
         self.at.seconds = self.progress.seconds()
@@ -123,7 +124,7 @@ class Training:
         state = self.model.state() if hvd.rank() == 0 else {}
         floats = ((name, array) for name, array in state.items() if array.dtype.kind == "f")
         wrong = next((name for name, array in floats if not np.isfinite(array).all()), "")
-        if wrong := hvd.broadcast_object(wrong):  # the loss would become non-finite only in the next step
+        if wrong := hvd.broadcast_object(wrong):  # the loss is not affected until the next step
             raise SystemExit(diverged(f"{wrong} is not finite after", self.at.step))
         about = {"position": asdict(self.at), "options": self.options, "arrays": [*state]}
         state |= {name: np.array(json.dumps(value)) for name, value in about.items()}
@@ -131,7 +132,7 @@ class Training:
             files.save(self.at.step, lambda path: write(path, state), self.table)
 
     def resume(self, best: bool = False) -> bool:
-        """Restore the newest checkpoint, or the best model. Returns True if there was one.
+        """Restore the newest checkpoint, or the best model if ``best``. Returns False if none exists.
 
         Raises:
             SystemExit: The checkpoint was written with different options, or cannot be read.
@@ -153,7 +154,7 @@ class Training:
         return True
 
     def _read(self, files: hvd.Checkpoints) -> tuple[int, Position, dict[str, Array]] | None:
-        """Return the newest checkpoint's number, position and state."""
+        """Return the newest checkpoint's number, position and state, or None if none exists."""
         with _one_sentence():
             checkpoint = files.read()
         if checkpoint is None:
@@ -167,7 +168,7 @@ class Training:
             at = Position(**about)
             if odd := {*names} ^ {*state}:
                 raise ValueError(f"the array {min(odd)} is missing or unexpected")
-        except Exception as error:  # NumPy raises many different exceptions for damaged files
+        except Exception as error:  # NumPy raises many kinds of exceptions for damaged files
             raise SystemExit(
                 f"{where} is damaged or not a checkpoint: {error}. Remove it to use the previous checkpoint."
             ) from None
@@ -190,14 +191,14 @@ class Training:
         """Resume from the newest checkpoint and train to the last epoch. With ``--evaluate``, only evaluate.
 
         Args:
-            loader: Loads the samples. See ``run``.
-            rate: Returns the learning rate, given the (fractional) number of epochs completed.
+            loader: Loader of the training samples. See ``run``.
+            rate: Returns the learning rate, given the number of epochs completed, including a fraction.
             begin: Called if there is no checkpoint to resume from.
         """
         given = self.given
         if not self.resume(best=given.evaluate):
             if given.evaluate and given.checkpoints:
-                raise SystemExit(f"--evaluate: {given.checkpoints} contains no checkpoint")
+                raise SystemExit(f"--evaluate: {given.checkpoints} contains no checkpoints")
             begin()
         if given.evaluate:
             self.best = None
@@ -215,14 +216,14 @@ class Training:
         self, loader: Any, step: Callable[[Any, Position], float],
         due: Callable[[Position, bool, bool], bool] | None = None,
     ) -> None:
-        """Train until the last epoch or a limit is reached, or until evaluations stop improving.
+        """Train until the last epoch, ``--steps``, ``--time-limit`` or ``--patience`` ends the run.
 
         Args:
-            loader: Loads the samples. ``loader.plan`` knows where an epoch ends.
+            loader: Loader of the training samples. Its ``plan.end`` is the position where an epoch ends.
             step: Updates the model with one batch, given the position. Returns the learning rate.
-            due: Returns True if it is time to evaluate, given the position, whether the epoch has ended, and
-                whether training has ended. By default, evaluate after every ``given.evaluate_every``
-                epochs and at the end, or never if that option is 0.
+            due: Returns True if an evaluation is due, given the position, whether the epoch has ended, and
+                whether training is about to end. By default, the model is evaluated after every
+                ``given.evaluate_every`` epochs and at the end, or never if that option is 0.
         """
         given, at = self.given, self.at
         self.progress.clear()
@@ -251,17 +252,15 @@ class Training:
                 if over:
                     break
             else:
-                if at.done:  # too few samples were left for a batch on this many ranks
+                if at.done:  # the rest of the epoch is shorter than a global batch of this run
                     over = self._after(True, False, due)
         if last and at.step < last and at.epoch >= self.epochs:
             self.print(
-                f"stopped before --steps: all {self.epochs:g} epochs are done. To train longer, use --epochs"
+                f"stopped before --steps: all {self.epochs:g} epochs are done. To train longer, use --epochs."
             )
 
-    def _after(
-        self, ended: bool, over: bool, due: Callable[[Position, bool, bool], bool] | None
-    ) -> bool:
-        """Evaluate and save if due, after a step or an epoch. Returns True if training should end."""
+    def _after(self, ended: bool, over: bool, due: Callable[[Position, bool, bool], bool] | None) -> bool:
+        """Evaluate and save if due. Called after a step or an epoch. Returns True if training should end."""
         at = self.at
         if ended:
             at.epoch, at.done = at.epoch + 1, 0
@@ -283,8 +282,8 @@ class Training:
             self._close_files()
             raise SystemExit(
                 f"The {self.score} of {self.split} is {metrics[self.score]} after step {at.step}, so no "
-                "model is kept as the best or exported. Check the labels: all samples may have the same "
-                "label, or none may have a label."
+                "model is kept as the best or exported. Check whether all samples have the same label or "
+                "no label."
             )
         if self.best is None:
             return False
@@ -294,7 +293,7 @@ class Training:
                 self.kept = replace(at)
                 self.save(self.best)
             return False
-        # Evaluations up to kept.step do not count, because an earlier run found a better model there.
+        # Do not count evaluations up to kept.step, at which an earlier run found a better model.
         at.worse += at.step > self.kept.step
         if self.patience and at.worse >= self.patience:
             self.print(f"stopped early: {self.score} was not above {at.best:.5f} in {at.worse} evaluations")
@@ -302,10 +301,10 @@ class Training:
         return False
 
     def close(self, about: dict[str, Any]) -> None:
-        """Export the best model, if requested, and end the run. ``about`` is added to model.json."""
+        """Export the best model if requested, and wait for checkpoints. ``about`` is added to model.json."""
         seconds, cost = self.progress.seconds(), self.progress.cost()
         if self.given.export:
-            self._restore(self.best)  # waits until the best model has been written
+            self._restore(self.best)  # first waits until the best model is on disk
             self.model.average_statistics()
             about = {"framework": self.model.framework, **about, "steps": self.at.step}
             export(self.given, self.model.export, about, self.table)
@@ -324,7 +323,7 @@ class Training:
 
 @contextmanager
 def _one_sentence() -> Iterator[None]:
-    """On a checkpoint error, exit on all ranks with a one-line message instead of a traceback."""
+    """Convert checkpoint errors to SystemExit, to print one line instead of a traceback."""
     try:
         yield
     except (ArgumentError, hvd.CheckpointError) as error:
@@ -332,7 +331,7 @@ def _one_sentence() -> Iterator[None]:
 
 
 def write(path: Path, state: dict[str, Array]) -> None:
-    """Write arrays in ``.npz`` format to a file with any suffix."""
-    arrays: Any = state  # no array name may match a parameter of np.savez; NumPy 2.2 added one
+    """Write arrays in the format ``.npz``, without adding this suffix to the file name."""
+    arrays: Any = state  # array names must differ from np.savez's parameters
     with open(path, "wb") as file:
         np.savez(file, **arrays)

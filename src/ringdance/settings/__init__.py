@@ -1,4 +1,4 @@
-"""Settings, which are read from the environment once and then passed on as values.
+"""Settings, which are read from the environment once and then passed around as values.
 
 ``load()`` is the only function in the library that reads ``RINGDANCE_*`` and ``HOROVOD_*``
 variables. ``RINGDANCE_*`` takes precedence over ``HOROVOD_*``. An empty variable counts as not set.
@@ -37,7 +37,7 @@ _PREFIXES = ("RINGDANCE_", "HOROVOD_")
 
 
 class SettingWarning(UserWarning):
-    """Warns about a setting that is accepted but may not have the expected effect."""
+    """Warning about a setting that is accepted but may not have the expected effect."""
 
 
 def load(environ: Mapping[str, str] = os.environ) -> Settings:
@@ -79,7 +79,7 @@ def load(environ: Mapping[str, str] = os.environ) -> Settings:
 
 
 def without_effect(environ: Mapping[str, str]) -> list[tuple[str, str, str]]:
-    """List the variables in ``environ`` that have an effect only in Horovod, as (name, value, reason)."""
+    """Return (name, value, reason) for each variable in ``environ`` that has an effect only in Horovod."""
     ignored = []
     for name, (default, reason) in NO_EFFECT.items():
         variable, text = _first(environ, *(prefix + name for prefix in _PREFIXES))
@@ -95,7 +95,7 @@ def _first(environ: Mapping[str, str], *names: str) -> tuple[str, str]:
 
 
 def _value(setting: Setting, variable: str, text: str, notes: list[str]) -> Any:
-    """Parse ``text``. If that fails for a ``HOROVOD_*`` variable, add a note and return a substitute.
+    """Parse ``text``. For an invalid ``HOROVOD_*`` value, add a note and return the value to use instead.
 
     Raises:
         SettingError: The value of a ``RINGDANCE_*`` variable cannot be parsed.
@@ -125,7 +125,7 @@ def _unknown(environ: Mapping[str, str]) -> Iterator[str]:
         prefix = next((p for p in _PREFIXES if name.startswith(p)), None)
         if prefix is None or name in known or name.startswith((LAUNCH_PREFIX, SEARCH_PREFIX)):
             continue
-        # Compare without the prefix, which would make all names similar.
+        # Compare the names without their common prefix, which would make all of them look similar.
         rest = {k.removeprefix(prefix): k for k in known if k.startswith(prefix)}
         near = difflib.get_close_matches(name.removeprefix(prefix).upper(), rest, n=1, cutoff=0.6)
         hint = f"did you mean {rest[near[0]]}?" if near else "`ringdance settings` lists all names."

@@ -37,9 +37,9 @@ class Setting:
         default: Value if no variable sets it.
         parser: Converts text to a value.
         doc: Short description.
-        unit: Unit of the value. Empty if it has none.
+        unit: Unit of the value, or "" if it has none.
         own: The ``RINGDANCE_*`` name.
-        legacy: The ``HOROVOD_*`` name. Empty if there is none.
+        legacy: The ``HOROVOD_*`` name, or "" if there is none.
         common: True if the value must be equal on all ranks, because it determines the layout of shared
             memory, how batches are divided, or what is exchanged. ``init()`` compares these values.
     """
@@ -55,7 +55,7 @@ class Setting:
 
 
 def _setting(default: T, parser: Parser[T], doc: str, **more: Any) -> T:
-    """Declare a field of Settings with the type of its default. ``more`` sets attributes of ``Setting``."""
+    """Declare a field of ``Settings``. ``more`` sets further attributes of its ``Setting``."""
     return field(default=default, metadata={"parser": parser, "doc": doc, **more})
 
 
@@ -69,15 +69,15 @@ class Settings:
 
     # Batches
     fusion_threshold: int = _setting(
-        128 << 20, BYTES, "Maximum size of a batch of tensors exchanged together. 0: one tensor at a time.",
+        128 << 20, BYTES, "Maximum size of a batch of tensors that is exchanged as one. 0: no batching.",
         unit="bytes", legacy="HOROVOD_FUSION_THRESHOLD", common=True,
     )
     cycle_time: float = _setting(
-        1.0, NUMBER, "How long a submitted tensor may wait for others before a round starts.",
+        1.0, NUMBER, "How long a submitted tensor may wait for others before a negotiation round starts.",
         unit="ms", legacy="HOROVOD_CYCLE_TIME",
     )
     cache_capacity: int = _setting(
-        1024, COUNT, "Size of each process set's cache. The ranks agree on a cached tensor with one bit.",
+        1024, COUNT, "Size of each process set's response cache. A cached tensor is negotiated with one bit.",
         unit="tensors", legacy="HOROVOD_CACHE_CAPACITY", common=True,
     )
     deterministic: bool = _switch(
@@ -85,7 +85,7 @@ class Settings:
     )
     overlap: str = _setting(
         "auto", choice("auto", "on", "off"),
-        "Exchange gradients on the engine's thread during backward. auto: only if there are idle cores.",
+        "Exchange gradients on the engine's thread during the backward pass. auto: only if cores are idle.",
     )
     sparse: str = _setting(
         "auto", choice("auto", "rows", "dense"),
@@ -94,21 +94,21 @@ class Settings:
     )
     check_weights: str = _setting(
         "warn", choice("warn", "error", "off"),
-        "What to do if parameters differ between ranks. Checked in step 2 (PyTorch), 10, 100 and so on.",
+        "What to do if parameters differ between ranks. Checked in steps 2 (PyTorch only), 10, 100, ...",
         common=True,
     )
     jax_ffi: str = _setting(
         "auto", choice("auto", "off"),
-        "auto: exchange the buffers of compiled JAX programs without copies if possible. off: with copies.",
+        "Exchange the buffers of compiled JAX programs without copies. auto: if possible. off: never.",
     )
 
     # Memory and exchange
     chunk_bytes: int = _setting(
-        768 << 10, BYTES, "Size of the chunks in which a batch is exchanged. Should fit the cores' caches.",
+        768 << 10, BYTES, "Size of the chunks in which a batch is exchanged. Should fit in a core's cache.",
         unit="bytes", common=True,
     )
     small_bytes: int = _setting(
-        16 << 10, BYTES, "Maximum size of a batch that is exchanged for lowest latency.",
+        16 << 10, BYTES, "Batches up to this size are exchanged with the lowest latency.",
         unit="bytes", common=True,
     )
     gpu_operations: str = _setting(
@@ -145,18 +145,18 @@ class Settings:
     )
     autotune_log: str = _setting(
         "", TEXT, "CSV file on rank 0's host, in which autotune logs the values that it tries. The result is "
-        "written next to it as .json.", legacy="HOROVOD_AUTOTUNE_LOG",
+        "written to a .json file next to it.", legacy="HOROVOD_AUTOTUNE_LOG",
     )
     autotune_warmup_samples: int = _setting(
-        3, COUNT, "Number of samples that autotune takes before it changes anything.",
+        3, COUNT, "Number of samples that autotune takes before it changes any value.",
         unit="samples", legacy="HOROVOD_AUTOTUNE_WARMUP_SAMPLES",
     )
     autotune_steps_per_sample: int = _setting(
-        4, AT_LEAST_ONE, "Steps per sample. The first sample of a value takes two steps.",
+        4, AT_LEAST_ONE, "Steps per autotune sample. The first sample of each value takes two steps.",
         unit="steps", legacy="HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE",
     )
     tuned: str = _setting(
-        "", TEXT, "JSON file on rank 0's host, with an autotune result to use. Ignored if it belongs to a "
+        "", TEXT, "JSON file on rank 0's host with the autotune result to use. Ignored if it belongs to a "
         "different model or different hardware.", common=True,
     )
 
@@ -175,14 +175,14 @@ class Settings:
         unit="s", legacy="HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
     )
     deadlock_time: float = _setting(
-        30.0, NUMBER, "Time without a new call after which ranks that all wait for each other raise "
+        30.0, NUMBER, "Time without new calls after which ranks that all wait for each other raise "
         "DeadlockError. 0: never (the default in scripts that import horovod).", unit="s",
     )
     log_level: str = _setting(
         "warning", choice("trace", "debug", "info", "warning", "error", "fatal"),
         "Minimum severity of the messages to print.", legacy="HOROVOD_LOG_LEVEL",
     )
-    log_hide_time: bool = _switch(False, "Omit the time in log lines.", legacy="HOROVOD_LOG_HIDE_TIME")
+    log_hide_time: bool = _switch(False, "Omit the timestamp from log lines.", legacy="HOROVOD_LOG_HIDE_TIME")
     flight_recorder_dir: str = _setting(
         "", TEXT, "Directory for the record of the last batches, which is written if the job fails. Empty: "
         "the system's temporary directory.",
@@ -192,14 +192,15 @@ class Settings:
         legacy="HOROVOD_TIMELINE",
     )
     timeline_mark_cycles: bool = _switch(
-        False, "Mark each round of agreement in the timeline.", legacy="HOROVOD_TIMELINE_MARK_CYCLES"
+        False, "Mark each negotiation round in the timeline.", legacy="HOROVOD_TIMELINE_MARK_CYCLES"
     )
     timeline_steps: tuple[int, ...] = _setting(
         (), STEPS, "Steps to record in the timeline, such as 100:110. Empty: all, up to the maximum size.",
         unit="steps",
     )
     summary_time: float = _setting(
-        60.0, NUMBER, "Runs that last at least this long end with a speed summary. 0: no summary.", unit="s"
+        60.0, NUMBER, "Print a speed summary at the end of runs that last at least this long. 0: never.",
+        unit="s",
     )
     metrics_port: str = _setting(
         "", ADDRESS, "Where each host serves its ranks' metrics to Prometheus: a port, or ADDRESS:PORT for "
@@ -209,7 +210,7 @@ class Settings:
         "", TEXT, "Directory for the metrics of each host's ranks over time (metrics-<lowest rank>.jsonl).",
     )
     metrics_interval: float = _setting(
-        5.0, POSITIVE, "Time between two samples in the files in metrics_dir. Grows in long runs.", unit="s"
+        5.0, POSITIVE, "Time between samples in the files in metrics_dir. Increases in long runs.", unit="s"
     )
     input_check: str = _setting(
         "off", choice("off", "loader", "step", "both"),
@@ -238,4 +239,4 @@ SETTINGS: tuple[Setting, ...] = tuple(
     for item in dataclasses.fields(Settings)
     if item.metadata
 )
-"""All settings, in the order in which they are shown."""
+"""All settings, in the order in which ``ringdance settings`` shows them."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 RANK_VARIABLES = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
-"""Variables for the ranks and sizes of a process, with either prefix. Set by launchers, or by init()."""
+"""Variables that give a process its ranks and sizes, without the prefix. Set by launchers or ``init()``."""
 
 _TUNER = "the tuner compares neighboring values and does not fit a model"
 _NCCL = "PyTorch sets up NCCL"
@@ -13,7 +13,7 @@ NO_EFFECT: dict[str, tuple[str, str]] = {
     "ELASTIC": ("0", "jobs keep the ranks that they start with"),
     "AUTOTUNE_BAYES_OPT_MAX_SAMPLES": ("20", _TUNER),
     "AUTOTUNE_GAUSSIAN_PROCESS_NOISE": ("0.8", _TUNER),
-    "DISABLE_GROUP_FUSION": ("0", "groups may share a batch; their results do not depend on it"),
+    "DISABLE_GROUP_FUSION": ("0", "groups may share a batch, which does not affect their results"),
     "DYNAMIC_PROCESS_SETS": ("1", "process sets can always be added and removed"),
     "HIERARCHICAL_ALLREDUCE": ("0", _ONE_SCHEME),
     "HIERARCHICAL_ALLGATHER": ("0", _ONE_SCHEME),
@@ -30,7 +30,7 @@ NO_EFFECT: dict[str, tuple[str, str]] = {
     "GLOO_IFACE": ("", _GLOO),
     "CONTROLLER": ("MPI", _GLOO),
 }
-"""Horovod settings that have no effect here, with either prefix: the default value and the reason."""
+"""Default value and reason for each Horovod setting without an effect here. Names omit the prefix."""
 
 # Used only by Horovod's launchers. Ringdance gets this information from MPI.
 _LAUNCHER = """
@@ -55,7 +55,7 @@ BUILD_NAMES: frozenset[str] = frozenset("HOROVOD_" + name for name in _BUILD.spl
 
 # `ringdance run` passes information to its ranks in variables with this prefix. Users do not set them.
 LAUNCH_PREFIX = "RINGDANCE_JOB"
-# In this variable, init() describes the rank, as JSON, for processes that the rank starts.
+# init() sets this variable to a JSON description of the rank, for processes that the rank starts.
 STARTED_BY = "RINGDANCE_JOB_RANK"
 # `ringdance search` passes information to its trials in variables with this prefix.
 SEARCH_PREFIX = "RINGDANCE_SEARCH_"

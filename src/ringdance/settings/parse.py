@@ -37,7 +37,7 @@ class Parser(Generic[T]):
     legacy: Callable[[str], T] | None = None
 
     def parse(self, text: str, legacy: bool = False) -> T:
-        """Return the value of ``text``. If ``legacy``, parse it as Horovod does.
+        """Parse ``text``, in the same way as Horovod if ``legacy`` is True.
 
         Raises:
             ValueError: The text cannot be used.
@@ -79,7 +79,7 @@ def choice(*words: str) -> Parser[str]:
 SWITCH = Parser(
     "1 or 0 (also true/false, yes/no, on/off)",
     _switch,
-    legacy=lambda text: int(text) > 0,  # Horovod reads an integer, and a positive one means on
+    legacy=lambda text: int(text) > 0,  # Horovod parses an integer, and treats positive values as on
 )
 BYTES = Parser("a number of bytes, such as 524288, 512K or 64M (powers of 1024)", _bytes)
 COUNT = Parser("a non-negative integer", int, lambda value: value >= 0)

@@ -24,13 +24,13 @@ class Instance:
     Attributes:
         cores: Number of physical cores.
         gbits: Advertised network bandwidth in Gbit/s.
-        gpus: Number of GPUs per machine, 0 for training on CPUs.
+        gpus: Number of GPUs per machine, or 0 for training on CPUs.
         gpu: GPU model.
         nvlink: Bandwidth in GB/s from one GPU to the other GPUs in the machine, 0 with PCI Express only.
-        rdma: True if GPUs use the network without TCP.
+        rdma: True if the GPUs communicate over RDMA instead of TCP.
         tcp_gbits: Maximum bandwidth of NCCL over TCP in Gbit/s. NCCL uses one socket and one thread per
             connection, unless NCCL_SOCKET_NTHREADS and NCCL_NSOCKS_PERTHREAD are set. The default was
-            fitted to measured runs, see docs/howto/troubleshooting/plan.md.
+            fitted to measured runs (see docs/explanation/plan.md).
         price: US dollars per hour, None if unknown.
         as_of: Date of the price.
     """
@@ -48,7 +48,7 @@ class Instance:
 
 
 _KINDS = get_type_hints(Instance) | {"price": float}
-del _KINDS["name"]  # taken from the table key or the file name
+del _KINDS["name"]  # the name is the table key or the file name
 
 
 def instance(name: str) -> Instance:
@@ -77,7 +77,7 @@ def instances() -> dict[str, Instance]:
 
 
 def gpus_of(kind: str) -> int | None:
-    """Return the number of GPUs in an EC2 instance type. None if it is unknown or has other accelerators."""
+    """Return an EC2 instance type's number of GPUs, or None if unknown, as with other accelerators."""
     if kind in instances():
         return instances()[kind].gpus
     return parsed(_FILE)["gpus"].get(kind, 0 if re.match(r"[cmrt]\d", kind) else None)
@@ -98,7 +98,7 @@ def _instance(name: str, found: Mapping[str, Any], place: str) -> Instance:
     values: dict[str, Any] = {key: str(value) if key == "as_of" else value for key, value in found.items()}
     for key in ("cores", "gbits"):
         if key not in values:
-            raise LaunchError(f"{place}: {key} is missing. A machine type needs at least cores and gbits")
+            raise LaunchError(f"{place}: {key} is missing. A machine type needs at least cores and gbits.")
     for key, value in values.items():
         kind, least = _KINDS[key], key in ("cores", "gbits")
         try:
@@ -106,7 +106,7 @@ def _instance(name: str, found: Mapping[str, Any], place: str) -> Instance:
             if kind in (int, float) and (value < 0 or (least and value == 0)):
                 raise ValueError
         except NO_FORMAT:
-            what = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}[kind]
-            suffix = " more than 0" if least else ", 0 or more" if kind in (int, float) else ""
+            what = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}[kind]
+            suffix = " greater than 0" if least else " of at least 0" if kind in (int, float) else ""
             raise LaunchError(f"{place}: {key} is {value!r}; expected {what}{suffix}") from None
     return Instance(name, **values)

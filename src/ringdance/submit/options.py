@@ -21,15 +21,8 @@ T = TypeVar("T")
 
 
 def option(
-    help: str,
-    default: Any = None,
-    *flags: str,
-    convert: Callable[[Any], Any] = lambda given: given,
-    minimum: int | None = None,
-    pattern: str = "",
-    form: str = "",
-    key: str = "",
-    **arguments: Any,
+    help: str, default: Any = None, *flags: str, convert: Callable[[Any], Any] = lambda given: given,
+    minimum: int | None = None, pattern: str = "", form: str = "", key: str = "", **arguments: Any,
 ) -> Any:
     """Declare a dataclass field that is also a command-line option.
 
@@ -67,7 +60,7 @@ def option(
 
 
 def _options(kind: Any) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
-    """Yield the name, the flag for messages and the declaration of each field that is an option."""
+    """Yield the name, the flag to show in messages, and the declaration of each field that is an option."""
     for item in dataclasses.fields(kind):
         if "flags" in item.metadata:
             yield item.name, [f"--{item.name.replace('_', '-')}", *item.metadata["flags"]][-1], item.metadata
@@ -114,5 +107,5 @@ def pairs(flag: str, texts: Sequence[str]) -> dict[str, str]:
     """
     for text in texts:
         if not text.partition("=")[0] or "=" not in text:
-            raise LaunchError(f"{flag} {text}: write it as NAME=VALUE.")
+            raise LaunchError(f"{flag} {text}: expected NAME=VALUE.")
     return {text.partition("=")[0]: text.partition("=")[2] for text in texts}

@@ -21,7 +21,7 @@ from ringdance.errors import ArgumentError, LaunchError, optional
 
 _Args = Sequence[Any] | None
 _Kwargs = Mapping[str, Any] | None
-_CLOSE_S = 5.0  # time for ranks to exit on their own
+_CLOSE_S = 5.0  # how long to wait for ranks to exit on their own
 
 
 @dataclass(frozen=True)
@@ -82,10 +82,11 @@ class RayExecutor:
         if min_workers:
             raise NotImplementedError("Elastic training on Ray is not supported. Pass num_workers.")
         if bool(num_workers) == bool(num_hosts):
-            raise ArgumentError("Pass either num_workers or num_hosts (with num_workers_per_host).")
+            raise ArgumentError("Pass either num_workers, or num_hosts and num_workers_per_host.")
         if gpus_per_worker is not None and (not use_gpu or gpus_per_worker < 1):
             raise ArgumentError(
-                f"gpus_per_worker is {gpus_per_worker}. It must be at least 1, and use_gpu must be True."
+                "gpus_per_worker must be at least 1 and requires use_gpu=True, but got "
+                f"gpus_per_worker={gpus_per_worker}, use_gpu={use_gpu}."
             )
         self._settings = settings
         self._bundles = [1] * num_workers if num_workers else [num_workers_per_host] * (num_hosts or 0)
@@ -99,12 +100,8 @@ class RayExecutor:
 
     @classmethod
     def create_settings(
-        cls,
-        timeout_s: float = 30,
-        ssh_identity_file: str | None = None,
-        ssh_str: str | None = None,
-        placement_group_timeout_s: float = 100,
-        nics: Any = None,
+        cls, timeout_s: float = 30, ssh_identity_file: str | None = None, ssh_str: str | None = None,
+        placement_group_timeout_s: float = 100, nics: Any = None,
     ) -> RaySettings:
         """Create the settings for an executor. The ssh parameters have no effect, because ssh is not used.
 
@@ -120,11 +117,8 @@ class RayExecutor:
     # --- start -----------------------------------------------------------------------------------------
 
     def start(
-        self,
-        executable_cls: Callable[..., Any] | None = None,
-        executable_args: _Args = None,
-        executable_kwargs: _Kwargs = None,
-        extra_env_vars: Mapping[str, str] | None = None,
+        self, executable_cls: Callable[..., Any] | None = None, executable_args: _Args = None,
+        executable_kwargs: _Kwargs = None, extra_env_vars: Mapping[str, str] | None = None,
     ) -> None:
         """Reserve the resources and start the ranks.
 
@@ -156,7 +150,7 @@ class RayExecutor:
             options = actor.options(
                 num_cpus=self._cpus * workers,
                 num_gpus=self._gpus * workers,
-                # Enough for the job itself and concurrent calls to all ranks.
+                # Enough for the job itself and for concurrent calls to all ranks.
                 max_concurrency=2 * sum(self._bundles) + 8,
                 scheduling_strategy=strategy(group, placement_group_bundle_index=index),
             )
@@ -213,7 +207,7 @@ class RayExecutor:
         if not self._group.wait(self._settings.placement_group_timeout_s):
             raise LaunchError(
                 f"The cluster did not provide {needs} within {self._settings.placement_group_timeout_s:g} s "
-                f"(placement_group_timeout_s in create_settings). Free now: {ray.available_resources()}"
+                f"(placement_group_timeout_s in create_settings). Available: {ray.available_resources()}"
             )
         return self._group, range(len(needs))
 
@@ -228,7 +222,7 @@ class RayExecutor:
         return [self._call(rank, kind, payload) for rank in range(max(len(self._by_rank), 1))]
 
     def _wait(self, references: list[Any]) -> list[Any]:
-        """Wait for the results behind the Ray object references, and return them.
+        """Wait for the results to which Ray object references refer, and return them.
 
         The first failure shuts down all ranks, because others may be waiting for the failed rank.
 

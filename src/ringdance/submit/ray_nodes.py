@@ -32,7 +32,7 @@ from ringdance.launch.spec import JobSpec
 from ringdance.submit.ray_rank import address
 
 _COMMAND = [sys.executable, "-m", "ringdance.submit.ray_rank"]
-_VERDICT_S = 6.0  # time for a job to end after it has lost a rank
+_VERDICT_S = 6.0  # how long to wait for a job to end after it has lost a rank
 
 
 class Node:
@@ -55,7 +55,7 @@ class Node:
     def run_job(
         self, job: str, hosts: Sequence[tuple[str, int]], peers: Mapping[str, Any], ip: str, timeout: float
     ) -> str:
-        """Run the job until all ranks have exited. Returns the reason if it failed, else an empty string.
+        """Run the job until all ranks have exited. Returns why it failed, or an empty string.
 
         Args:
             job: Job ID.
@@ -67,9 +67,7 @@ class Node:
         ranks = sum(slots for _, slots in hosts)
         # Do not forward the environment: the connections to agents are not encrypted, and Ray has already set
         # the job's variables on each machine.
-        spec = JobSpec(
-            _COMMAND, ranks=ranks, hosts=hosts, source="Ray", start_timeout=timeout, forward=False
-        )
+        spec = JobSpec(_COMMAND, ranks=ranks, hosts=hosts, source="Ray", start_timeout=timeout, forward=False)
         try:
             local = frozenset([os.uname().nodename])
             ready = prepare(spec, connect=lambda names, *_: _connect(names, peers, ip), local=local)
@@ -93,7 +91,7 @@ class Node:
     def connect_ranks(
         self, job: str, ranks: Sequence[int], setup: Mapping[str, Any], seconds: float
     ) -> list[int]:
-        """Connect to this machine's ranks and send them ``setup``. Returns ranks that cannot be reached."""
+        """Connect to this machine's ranks and send them ``setup``. Returns the unreachable ranks."""
         until, missing = time.monotonic() + seconds, list(ranks)
         directories = [host_directory(base, job) for base in bases(os.environ)]
         while missing and time.monotonic() < until and not self._over.is_set():
@@ -110,7 +108,7 @@ class Node:
         return missing
 
     def call(self, rank: int, kind: str, payload: bytes) -> Any:
-        """Call a function on a rank of this machine and return its result.
+        """Call a function on one of this machine's ranks and return the result.
 
         Raises:
             LaunchError: The function raised an exception, whose traceback is in the message, or the rank
@@ -134,7 +132,7 @@ class Node:
         return next((f": {cause.message}" for cause in causes if cause.rank == rank), "")
 
     def close(self, seconds: float) -> None:
-        """Close the connections, so that the ranks here exit. Await the job's end if it runs here."""
+        """Close the connections, so that the ranks here exit. Wait for the job if it runs here."""
         for connection, _ in self._ranks.values():
             connection.close()
         if self._outcome is None:
@@ -156,11 +154,11 @@ def _connect(hosts: Sequence[str], peers: Mapping[str, Any], ip: str) -> list[Re
             token = secrets.token_bytes(32)
             started = peers[host].start_agent.remote(ip, listener.getsockname()[1], token)
             sock = None
-            while sock is None:  # a process other than the agent may have connected
+            while sock is None:  # retry if a process other than the agent connected
                 try:
                     sock = tcp.answer(listener.accept()[0], token)
                 except TimeoutError:
-                    raise LaunchError(f"host {host}: its agent did not connect to {ip}") from None
+                    raise LaunchError(f"The agent on host {host} did not connect to {ip}.") from None
             ray.get(started)
             remotes.append(adopt(host, sock))
     return remotes

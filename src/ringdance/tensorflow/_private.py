@@ -21,7 +21,7 @@ def _find(module: str, name: str, default: Any = None) -> Any:
 
 # eager.execute.must_record_gradient and eager.execute.record_gradient (which requires that eager.backprop is
 # imported): record a call for gradient tapes as an operation whose type has a registered gradient. If either
-# name is missing, tf.custom_gradient records the call, which takes several times as long.
+# name is missing, tf.custom_gradient records the call, which is several times slower.
 _find("eager.backprop", "_record_gradient")
 _must_record = _find("eager.execute", "must_record_gradient")
 _record_gradient = _find("eager.execute", "record_gradient")
@@ -49,9 +49,12 @@ in_xla_context: Callable[[Any], bool] = _find(
 # keras.layers.BatchNormalization._moments: called by Keras in training, overridden by SyncBatchNormalization.
 # If the name is missing, SyncBatchNormalization raises an error, because it would use local statistics.
 def check_moments(layer: type) -> None:
-    """Raise NotImplementedError if this version of Keras computes moments in an unknown way."""
+    """Raise NotImplementedError if ``layer`` lacks the method that SyncBatchNormalization overrides."""
     if not hasattr(layer, "_moments"):
-        raise NotImplementedError("SyncBatchNormalization does not support this version of Keras.")
+        raise NotImplementedError(
+            "SyncBatchNormalization does not support this version of Keras, in which BatchNormalization has "
+            "no method _moments. Use a different version of Keras."
+        )
 
 
 # EagerTensor._numpy: the tensor's memory as an array. If the name is missing, numpy() is used, which copies.

@@ -19,11 +19,11 @@ keras: Any = tf.keras  # Keras 3, or 2 with TF_USE_LEGACY_KERAS=1
 class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[misc]
     """Keras's ``BatchNormalization`` with training statistics computed over all ranks' batches.
 
-    Batch sizes may differ between ranks: each batch is weighted by its number of elements. Gradients flow
-    through the exchange. With one rank or during inference, the layer works like ``BatchNormalization``.
+    Batch sizes may differ between ranks, because each batch is weighted by its number of elements. Gradients
+    flow through the exchange. With one rank or during inference, the layer works like ``BatchNormalization``.
 
     Args:
-        fused: Must be False, because the fused kernel sees only this rank's batch.
+        fused: Must be False, because the fused kernel uses only this rank's batch.
         **kwargs: Arguments of ``keras.layers.BatchNormalization``.
 
     Raises:
@@ -32,7 +32,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[m
 
     def __init__(self, fused: bool | None = False, **kwargs: Any) -> None:
         if fused is not False:
-            raise ArgumentError("SyncBatchNormalization cannot be fused. Omit fused or pass fused=False.")
+            raise ArgumentError("SyncBatchNormalization does not support the fused kernel. Pass fused=False.")
         check_moments(keras.layers.BatchNormalization)
         super().__init__(**kwargs)
         self.fused = False  # Otherwise Keras 2 may use the fused kernel. Keras 3 has none.
@@ -46,8 +46,8 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[m
         if mask is None:
             count = tf.cast(tf.size(inputs) / tf.size(mean), mean.dtype)
         else:
-            # Number of elements per channel at each position of the mask: the product of the lengths of the
-            # other axes.
+            # Number of unmasked positions, times the number of elements per channel at each position, which
+            # is the product of the lengths of the other axes.
             positions = tf.cast(tf.reduce_sum(tf.cast(mask, tf.int32)), mean.dtype)
             per_position = tf.size(inputs) / tf.maximum(tf.size(mask) * tf.size(mean), 1)
             count = positions * tf.cast(per_position, mean.dtype)

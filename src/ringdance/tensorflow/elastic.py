@@ -48,7 +48,7 @@ class TensorFlowState(VariablesState):
     def __init__(self, variables: Any = None, session: Any = None, **kwargs: Any) -> None:
         if variables is None:
             if session is None and tf.executing_eagerly():
-                raise ArgumentError("TensorFlowState needs variables, for example model.variables.")
+                raise ArgumentError("TensorFlowState needs variables. Pass, for example, model.variables.")
             variables = tf.compat.v1.global_variables()
         self._session = session
         self._listed = list(variables)
@@ -79,7 +79,7 @@ class TensorFlowKerasState:
     """A ``ringdance.keras.elastic.KerasState``. ``backend`` is accepted but has no effect."""
 
     def __new__(cls, model: Any, optimizer: Any = None, backend: Any = None, **kwargs: Any) -> Any:
-        """Create the state. Keras is imported here, so that the TensorFlow binding does not import it."""
+        """Create the state. Keras is imported here, so that the TensorFlow binding works without it."""
         keras: Any = importlib.import_module("ringdance.keras")
         return object.__new__(type(cls.__name__, (cls, keras.elastic.KerasState), {}))
 

@@ -17,7 +17,7 @@ import tensorflow as tf
 from ringdance import errors
 from ringdance.training.checks import UnsupportedOperationError
 
-# The first match is used. Horovod raises the same TensorFlow classes for a mismatch, a wrong argument, etc.
+# The first match is used. Horovod raises the same TensorFlow classes for mismatches, invalid arguments, etc.
 _KINDS: tuple[tuple[type[BaseException], Any], ...] = (
     (errors.MismatchError, tf.errors.FailedPreconditionError),
     (errors.NotInitializedError, tf.errors.FailedPreconditionError),

@@ -43,11 +43,11 @@ def plain(function: Function) -> Function:
 
 
 def in_session() -> bool:
-    """Return True if operations added now, even in ``tf.cond``, will run in a session, in any order."""
+    """Return True if operations added now, even in ``tf.cond``, will run in a session in arbitrary order."""
     if tf.executing_eagerly():
         return False
     graph = tf.compat.v1.get_default_graph()
-    while getattr(graph, "is_control_flow_graph", False):  # A branch has no order either.
+    while getattr(graph, "is_control_flow_graph", False):  # Branches of tf.cond are not ordered either.
         graph = graph.outer_graph
     return not graph.building_function
 
@@ -140,7 +140,7 @@ def _from_data_set(call: Call, tensors: Sequence[Tensor], name: str | None) -> l
     """Add a call to a ``tf.compat.v1`` graph, wrapped in a tf.data pipeline.
 
     The operations of such a graph have no order, so the ranks may run them in different orders. In addition,
-    a session has few threads, which must not block. For a data set with a single element, tf.data runs the
+    a session has few threads, which must not block. For a dataset with a single element, tf.data runs the
     function on a new thread.
     """
 
@@ -200,8 +200,8 @@ def perform_all(calls: Sequence[tuple[Call, Sequence[Tensor]]]) -> list[list[Ten
     """Run several reductions concurrently, and return their results.
 
     In a ``tf.function``, each reduction is submitted when its tensors are ready, and one operation waits for
-    all reductions. In a session, the other reductions start after the first has completed. If a rank has
-    refused the first, it fails on all ranks, and no other call waits for that rank.
+    all reductions. In a session, the other reductions start after the first one has completed. If a rank
+    refuses the first reduction, it fails on all ranks, and no rank waits for the other reductions.
     """
     if len(calls) == 1 or in_session() or not _private.RECORDS:
         first = perform(*calls[0])
@@ -253,7 +253,7 @@ def _start(call: Call, tensors: Sequence[Tensor], others: list[Call]) -> tuple[l
 
 
 def number(what: str, about: int | str = 0, name: str | None = None) -> Tensor:
-    """Return a number from ``kernels.NUMBERS`` as an int32 scalar. A graph determines it at run time."""
+    """Return an entry of ``kernels.NUMBERS`` as an int32 scalar. In a graph, it is computed at run time."""
     if tf.executing_eagerly():
         with as_tensorflow():
             return tf.constant(kernels.NUMBERS[what](str(about)), tf.int32)
@@ -304,7 +304,7 @@ def _backward(call: Call, op: Any, gradients: list[Tensor]) -> list[Tensor]:
     rule = call.backward(engine)
     back, keep = rule.call, rule.keep
     name = None if tf.executing_eagerly() else f"{call.kind.name.title()}Gradient"
-    if in_session() and back.name is not None:  # One run may need this gradient twice.
+    if in_session() and back.name is not None:  # One run may compute this gradient twice.
         back = back.but(name=unique_in_session(back.name))
     if call.tables:
         return _rows_gradient(back, op, gradients)
@@ -313,7 +313,7 @@ def _backward(call: Call, op: Any, gradients: list[Tensor]) -> list[Tensor]:
     if rule.scale != 1.0:
         gradients = [gradient * tf.cast(rule.scale, gradient.dtype) for gradient in gradients]
     results = perform(back, gradients, name)
-    if keep is Keep.ROOT:  # Otherwise, a session might not run the call on other ranks.
+    if keep is Keep.ROOT:  # Depend on the result on every rank, so that every session runs it.
         return [tf.where(engine.rank == call.root, result, tf.zeros_like(result)) for result in results]
     if keep is Keep.OWN_ROWS:
         rows = tf.stack([tf.shape(tensor, tf.int64)[0] for tensor in op.inputs])
@@ -366,7 +366,7 @@ def _rows_of_table(one: Any, known: int | None) -> Tensor:
 
 
 def _rows_gradient(back: Call, op: Any, gradients: Sequence[Tensor]) -> list[Tensor]:
-    """Reduce the gradients of the result rows. For each input row, return its result row's gradient."""
+    """Reduce the gradients of the result rows, and return the gradient of each input row's result row."""
     arrived = [tf.convert_to_tensor(gradient) for gradient in gradients[::3]]
     results: list[Tensor] = []
     for index, reduced in enumerate(perform(back.but(tables=(), grouped=True), arrived)):

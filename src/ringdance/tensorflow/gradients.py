@@ -3,8 +3,8 @@
 Dense gradients are divided into buckets by size, starting with the last variable, because the backward pass
 computes gradients in reverse order. The rows of all IndexedSlices are exchanged together afterwards. In a
 graph, each bucket is submitted as soon as its gradients are computed, and one operation waits for all
-buckets. The buckets depend only on the variables, so they are the same on all ranks. Each rank decides on its
-own whether a bucket is exchanged while other gradients are being computed (``overlap``).
+buckets. The buckets depend only on the variables, so they are the same on all ranks. Whether a bucket is
+exchanged while other gradients are being computed (``overlap``) may differ between ranks.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def groups_of(groups: Any, num_groups: int) -> Any:
     """Return ``groups`` or, with a deprecation warning, ``num_groups``."""
     if not num_groups:
         return groups
-    warnings.warn("num_groups is deprecated; use groups=<number>.", DeprecationWarning, level_of_caller())
+    warnings.warn("num_groups is deprecated. Use groups=<number>.", DeprecationWarning, level_of_caller())
     return num_groups if groups is None else groups
 
 
@@ -70,20 +70,20 @@ class GradientReducer:
     """Reduces lists of gradients over the ranks.
 
     Args:
-        name: Name of the tape or optimizer, and prefix of its exchange names.
+        name: Name of the tape or optimizer, used as the prefix of exchange names.
         compression: Compression of dense gradients in the exchange.
         sparse_as_dense: If True, reduce IndexedSlices as dense tensors.
         op: Reduction operation, such as Average or Sum.
         predivide: Gradients are divided by this factor before the sum, and the sum is multiplied by it
             (Average only).
-        groups: ``None``, a number, or lists of variables whose gradients are reduced together.
+        groups: ``None``, the number of groups, or lists of variables whose gradients are reduced together.
         process_set: The participating ranks.
         scale_local_gradients: If True, gradients of local variables are divided by the number of ranks.
         device_dense, device_sparse: Devices on which dense gradients and IndexedSlices enter the exchange.
         step_mark: Mark for the end of a step, set when the last exchange completes. See ``StepMark``.
 
     Raises:
-        ArgumentError: An argument is wrong, or arguments cannot be combined.
+        ArgumentError: An argument is invalid, or arguments cannot be combined.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class GradientReducer:
         return reduce_shared(self._reduce, gradients, variables, self.is_local, share)
 
     def _mark_step(self) -> None:
-        """Mark a step without an exchange. Does nothing in a session, which would not run the operation."""
+        """Mark the end of a step without an exchange. Has no effect in a session, which would not run it."""
         if tf.executing_eagerly():
             session.mark_step(self.step_mark)
             return
@@ -158,7 +158,7 @@ class GradientReducer:
                 with tf.device(self.devices[1]), tf.control_dependencies(first):
                     named = call("rows" if dense else 0, True, [variables[index] for index in sparse])
                     self._reduce_sparse(results, sparse, variables, named)
-            if not dense and not sparse and variables:  # Other ranks may have gradients and be waiting.
+            if not dense and not sparse and variables:  # Other ranks may have gradients to reduce.
                 perform(call(0, True), [tf.zeros(1)])
             self._compare_weights(key, [variables[index] for index in sorted([*dense, *sparse])])
         return results
@@ -203,9 +203,7 @@ class GradientReducer:
         number = _order.number((key, set_id(self.process_set)), last)
         return f"{key}.{number}" if number else key
 
-    def _call(
-        self, key: str, pattern: str, part: int | str, last: bool, tensors: Sequence[Any] = ()
-    ) -> Call:
+    def _call(self, key: str, pattern: str, part: int | str, last: bool, tensors: Sequence[Any] = ()) -> Call:
         """Return the call for one part of a step's gradients. The first part is always named ``<key>.0``.
 
         ``tensors`` contains the variables whose gradients are reduced, for error messages.
@@ -243,8 +241,8 @@ class GradientReducer:
     ) -> None:
         if self.operation not in (ReduceOp.AVERAGE, ReduceOp.SUM):
             raise NotImplementedError(
-                f"Gradients that are IndexedSlices cannot be reduced by {self.operation.name.title()}. Set "
-                "sparse_as_dense=True."
+                f"Gradients that are IndexedSlices cannot be reduced by {self.operation.name.title()}. Use "
+                "Average or Sum, or set sparse_as_dense=True."
             )
         names = [str(getattr(variable_of(variables[index]), "name", index)) for index in sparse]
         shapes = [variable_of(variables[index]).shape for index in sparse]
@@ -256,7 +254,7 @@ class GradientReducer:
 
 
 def _kind(gradient: Tensor) -> str:
-    """Return the kind of a gradient, for ``pattern_of``."""
+    """Return "none", "rows" (for IndexedSlices) or "dense", as ``pattern_of`` expects."""
     return "none" if gradient is None else "rows" if isinstance(gradient, tf.IndexedSlices) else "dense"
 
 

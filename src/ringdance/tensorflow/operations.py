@@ -3,11 +3,11 @@
 The collectives are differentiable. They work eagerly, in a ``tf.function`` and in ``tf.compat.v1`` graphs.
 Unlike in Horovod, all collectives support bfloat16, bool, complex numbers and all integer dtypes.
 
-The arguments documented for ``allreduce`` have the same meaning in all functions. ``name`` is the key that
-matches the ranks' calls. Without a name, eager calls match by order. Calls in a graph match by the name of
-their operation, which consists of the tensor's name and, unless ``ignore_name_scope`` is set, the name
-scopes. ``process_set`` contains the participating ranks. Errors are instances of ``tf.errors`` classes, and
-in eager calls also of Ringdance's classes.
+The arguments documented for ``allreduce`` have the same meaning in all functions. ``name`` is the key by
+which calls are matched across ranks. Unnamed eager calls match by order. Unnamed calls in a graph match by
+the name of their operation, which consists of the tensor's name and, unless ``ignore_name_scope`` is set, the
+name scopes. ``process_set`` contains the participating ranks. Errors are instances of ``tf.errors`` classes.
+Errors of eager calls are also instances of Ringdance's classes.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _reduce(
 
 
 def _label(tensor: Tensor) -> str:
-    """Return a tensor's name in the graph, in a form that can be used in other names."""
+    """Return a tensor's name in the graph, with special characters replaced so that names can contain it."""
     # The name of an eager tensor from outside the graph is a number, which may differ between ranks.
     return "captured" if tensor.op.name.isdigit() else re.sub("[^a-zA-Z0-9]", "_", tensor.name)
 
@@ -72,7 +72,7 @@ def _group(tensors: Sequence[Tensor]) -> list[Tensor]:
 def _tensor(value: Any) -> Tensor:
     if isinstance(value, tf.IndexedSlices) or (isinstance(value, tf.Tensor) and tf.executing_eagerly()):
         return value
-    return tf.convert_to_tensor(value)  # In a graph, this also captures outside tensors.
+    return tf.convert_to_tensor(value)  # In a graph, this also captures tensors from outside it.
 
 
 @plain
@@ -95,7 +95,7 @@ def allreduce(
         op: Average (default), Sum, Adasum, Min, Max or Product.
         prescale_factor: Factor applied to each rank's input.
         postscale_factor: Factor applied to the result.
-        name: Key that matches the ranks' calls.
+        name: Key by which calls are matched across ranks.
         process_set: The participating ranks.
         ignore_name_scope: If True, name scopes of a graph are not part of the key.
 
@@ -118,11 +118,14 @@ def _reduce_rows(
     """Run a reduction of IndexedSlices."""
     if call.operation not in (ReduceOp.AVERAGE, ReduceOp.SUM):
         raise NotImplementedError(
-            f"IndexedSlices can be reduced by Average or Sum, not by {call.operation.name.title()}. Make "
-            "them dense first (tf.convert_to_tensor, or sparse_as_dense=True in the optimizer or tape)."
+            f"IndexedSlices can be reduced by Average or Sum, not by {call.operation.name.title()}. Convert "
+            "them with tf.convert_to_tensor, or set sparse_as_dense=True in the optimizer or tape."
         )
     if (call.prescale, call.postscale) != (1.0, 1.0):
-        raise NotImplementedError("IndexedSlices do not support prescale_factor and postscale_factor.")
+        raise NotImplementedError(
+            "prescale_factor and postscale_factor are not supported for IndexedSlices. Convert them with "
+            "tf.convert_to_tensor first."
+        )
     # As in TensorFlow, the average of integers may be a fraction.
     fractions = call.operation is ReduceOp.AVERAGE and slices.dtype.is_integer
     if fractions:
@@ -220,7 +223,7 @@ def alltoall(
         tensor: Tensor with at least one dimension. All dimensions except the first must match across ranks.
         splits: Number of rows to send to each rank (int32). The sum may be less than the number of rows in
             ``tensor``. By default, the rows are split equally.
-        name: Key that matches the ranks' calls.
+        name: Key by which calls are matched across ranks.
         ignore_name_scope: If True, name scopes of a graph are not part of the key.
         process_set: The participating ranks.
 

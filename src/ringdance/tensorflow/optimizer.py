@@ -28,7 +28,7 @@ def _delegated(name: str) -> Any:
 
 
 class _Delegating(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
-    """A ``tf.compat.v1`` optimizer that wraps another one."""
+    """A ``tf.compat.v1`` optimizer that delegates to the optimizer that it wraps."""
 
     def __init__(
         self, optimizer: Any, reducer: GradientReducer, use_locking: bool, sums: PassSums | None = None
@@ -70,7 +70,7 @@ class _Delta(_Delegating):
     """Optimizer for Adasum. Each rank takes its own step, and then the weight changes are combined."""
 
     def apply_gradients(self, grads_and_vars: Any, global_step: Any = None, name: str | None = None) -> Any:
-        """Take this rank's step, then replace its weight changes with the combined changes of all ranks."""
+        """Take this rank's step, then replace the weight changes with all ranks' combined changes."""
         pairs = [(gradient, variable) for gradient, variable in grads_and_vars if gradient is not None]
         variables = [variable for _, variable in pairs]
         before = [tf.identity(variable) for variable in variables]
@@ -93,11 +93,11 @@ def _check_v1(passes: int, averages_adasum: bool) -> None:
     """Raise ArgumentError for options that a ``tf.compat.v1.train`` optimizer does not support."""
     check_passes(passes)
     if averages_adasum:
-        raise ArgumentError("average_aggregated_gradients cannot be combined with op=Adasum.")
+        raise ArgumentError("op=Adasum does not support average_aggregated_gradients=True. Pass False.")
     if passes > 1 and tf.executing_eagerly():
         raise ArgumentError(
-            "backward_passes_per_step > 1 with a tf.compat.v1 optimizer needs a graph. In eager "
-            "execution, use a Keras optimizer."
+            "A tf.compat.v1 optimizer with backward_passes_per_step > 1 needs a graph. Use a Keras optimizer "
+            "in eager execution."
         )
 
 
@@ -130,7 +130,7 @@ def DistributedOptimizer(
         scale_local_gradients: If True, divide gradients of local variables by the number of ranks.
 
     Raises:
-        ArgumentError: An argument is wrong.
+        ArgumentError: An argument is invalid.
     """
     options: dict[str, Any] = {
         "compression": compression, "sparse_as_dense": sparse_as_dense, "op": op,
@@ -154,7 +154,10 @@ def DistributedOptimizer(
         sums = PassSums(passes, average_aggregated_gradients) if passes > 1 else None
         return _Reducing(optimizer, reducer, use_locking, sums)
     if process_set is not global_process_set:
-        raise NotImplementedError("The Adasum optimizer works only on all ranks, not on a process set.")
+        raise NotImplementedError("An optimizer with op=Adasum does not support process_set. Omit it.")
     if backward_passes_per_step > 1:
-        raise NotImplementedError("The tf.compat.v1 Adasum optimizer supports only one pass per step.")
+        raise NotImplementedError(
+            "op=Adasum in a tf.compat.v1 optimizer supports only one pass per step. Use "
+            "backward_passes_per_step=1."
+        )
     return _Delta(optimizer, reducer, use_locking)

@@ -39,10 +39,10 @@ class PassSums:
 
     Args:
         passes: Number of passes to sum.
-        average: If True, reduce the mean of the passes instead of the sum.
+        average: If True, reduce the mean over the passes instead of the sum.
 
     Attributes:
-        counter: Variable that counts the passes since the last exchange. None before the first pass.
+        counter: Variable that counts the passes since the last exchange, or None before the first pass.
     """
 
     def __init__(self, passes: int, average: bool) -> None:
@@ -50,7 +50,7 @@ class PassSums:
         self.average = average
         self.counter: Any = None
         self._sums: dict[int, Any] = {}  # Maps a variable's id to the variable and its sum.
-        self._full: Any = None  # In a session's graph: True in the last pass before an exchange.
+        self._full: Any = None  # In a session's graph, True in the last pass before an exchange.
 
     @plain
     def add(self, gradients: list[Any], variables: Sequence[Any], reduce: Reduce) -> list[Any]:
@@ -127,7 +127,7 @@ class PassSums:
 
 
 def reduce_pairs(pairs: Pairs, reduce: Reduce, sums: PassSums | None, sparse_as_dense: bool) -> Pairs:
-    """Return the pairs with reduced gradients. If ``sums`` is given, it first sums them over the passes."""
+    """Return the pairs with reduced gradients. With ``sums``, gradients are first summed over the passes."""
     gradients, variables = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
     if sums is None:
         return list(zip(reduce(gradients, variables), variables, strict=True))

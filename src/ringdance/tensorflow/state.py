@@ -86,7 +86,7 @@ def broadcast_object(
     obj: Any, root_rank: int = 0, session: Any = None, name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Return the root's object on all members. cloudpickle must support it. ``session`` has no effect."""
+    """Return the root's object, which must be picklable by cloudpickle. ``session`` has no effect."""
     with as_tensorflow():
         return objects.broadcast_object(obj, root_rank, name, process_set)
 

@@ -88,7 +88,7 @@ def DistributedGradientTape(
             different name for each model.
 
     Raises:
-        ArgumentError: An argument is wrong.
+        ArgumentError: An argument is invalid.
     """
     reducer = GradientReducer(
         name, compression=compression, sparse_as_dense=sparse_as_dense, op=op,
@@ -98,7 +98,7 @@ def DistributedGradientTape(
     )
     base = type(gradtape)
     if issubclass(base, _Tape):
-        raise ArgumentError("This tape is already a DistributedGradientTape.")
+        raise ArgumentError("This tape is already a DistributedGradientTape. Wrap a tape only once.")
     # A class attribute, because several distributed tapes may share one recording and its attributes.
     options = {"__module__": __name__, "_reducer": reducer}
     result: Any = object.__new__(type(base.__name__, (_Tape, base), options))

@@ -38,7 +38,7 @@ def _limit() -> None:
     not limited, because a call that waits for other ranks blocks a thread.
     """
     if session.engine().local_size > 1 and not _chosen():
-        with contextlib.suppress(RuntimeError):  # TensorFlow was already in use.
+        with contextlib.suppress(RuntimeError):  # Raised if TensorFlow is already in use.
             tf.config.threading.set_intra_op_parallelism_threads(share_of_cores())
 
 

@@ -21,7 +21,7 @@ _EXAMPLES = """\
 examples:
   ringdance run -np 2 python train.py                train on two processes of this machine
   ringdance run --help                               all options of run
-  ringdance settings --changed                       settings that were changed, and where
+  ringdance settings --changed                       settings that differ from their defaults
   RINGDANCE_CYCLE_TIME=2 ringdance settings          every setting with its value, origin and unit
 """
 
@@ -32,16 +32,16 @@ _COMMANDS = {
         "status": ("ringdance.launch.background.commands:status", "show the jobs that run in the background"),
         "attach": ("ringdance.launch.background.commands:attach", "show a background job's output"),
         "stop": ("ringdance.launch.background.commands:stop", "end a background job"),
-        "search": ("ringdance.tools.search.cli", "try a script's parameters in parallel, and find the best"),
+        "search": ("ringdance.tools.search.cli", "find a script's best hyperparameters in parallel trials"),
         "recipes": ("ringdance.tools.recipes", "list and copy training jobs that come with Ringdance"),
         "settings": ("ringdance.tools.cli:settings", "show all settings: value, origin, meaning, names"),
     },
     "diagnose": {
         "doctor": ("ringdance.tools.doctor.cli", "find what makes training fail or hang on these machines"),
-        "explain": ("ringdance.tools.explain", "name the rank that holds up a job"),
+        "explain": ("ringdance.tools.explain", "find the rank that is holding up a job"),
         "timeline": ("ringdance.tools.report.timeline", "show where a step spends its time"),
-        "report": ("ringdance.tools.report.cli", "write a page about what limits runs, and what to try next"),
-        "bench": ("ringdance.tools.bench.cli", "measure what limits training, and how it scales over ranks"),
+        "report": ("ringdance.tools.report.cli", "write a page that shows what limits a run"),
+        "bench": ("ringdance.tools.bench.cli", "measure what limits training, and how it scales"),
     },
     "tune and predict": {
         "plan": ("ringdance.tools.plan.cli", "predict speed, duration and cost on other machines"),
@@ -106,10 +106,8 @@ def _parser(known: Iterable[str]) -> argparse.ArgumentParser:
         for title, group in _COMMANDS.items()
     ]
     parser = Parser(
-        prog="ringdance",
-        description="\n\n".join(["Data-parallel training over many processes.", *groups]),
-        epilog=_EXAMPLES,
-        usage="ringdance [-h] [--version] COMMAND ...",
+        prog="ringdance", description="\n\n".join(["Data-parallel training over many processes.", *groups]),
+        epilog=_EXAMPLES, usage="ringdance [-h] [--version] COMMAND ...",
     )
     parser.add_argument("--version", action="version", version=f"ringdance {__version__}")
     parser.add_argument("command", metavar="COMMAND", choices=known, nargs="?", help=argparse.SUPPRESS)

@@ -136,7 +136,7 @@ def main(argv: Sequence[str]) -> int:
 def _add_prepare(parser: argparse.ArgumentParser) -> None:
     group = parser.add_subparsers(metavar="DATASET", title="commands", required=True)
     for name, help, add, run, epilog in (
-        ("imagenet", "images, also from any other class directories", _add_images, prepare.prepare, _PREPARE),
+        ("imagenet", "ImageNet or images in other class directories", _add_images, prepare.prepare, _PREPARE),
         ("criteo", "click logs, also in LibSVM or TFRecords", _add_clicks, criteo.prepare, _PREPARE_CLICKS),
         ("coco", "images with boxes and masks, in COCO's format", _add_coco, coco.prepare, _PREPARE_COCO),
     ):
@@ -147,44 +147,44 @@ def _add_prepare(parser: argparse.ArgumentParser) -> None:
 
 
 def _absolute(text: str) -> Path:
-    """Return an absolute path, because plans and error messages contain it."""
+    """Convert ``text`` to an absolute path, because it is stored in plans and shown in error messages."""
     return Path(text).absolute()
 
 
 def _add_images(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("source", type=_absolute, metavar="SRC", help="directory with the images or tars, see below")
+    add("source", type=_absolute, metavar="SRC", help="directory that contains the images or tars; see below")
     add("--format", choices=tuple(ENDINGS), default="tfrecord", help="default: tfrecord")
     text = "number of files for train; validation gets an eighth as many (default: about 134 MB per file)"
     add("--shards", type=positive, default=0, metavar="N", help=text)
     text = "shrink larger images so that the shorter side has S pixels, and encode them with quality 95"
     add("--resize", type=positive, default=0, metavar="S", help=text)
-    text = "only this split (default: all); if SRC has no splits, the name for its split (default: train)"
+    text = "prepare only this split (default: all); if SRC has no splits, name of its split (default: train)"
     add("--split", choices=tuple(SPLITS), action="append", default=[], help=text)
-    add("--labels", type=Path, metavar="FILE", help="validation labels (default: a file near the images)")
-    text = "maximum number of broken images to leave out (default: one in a hundred)"
+    add("--labels", type=Path, metavar="FILE", help="validation labels (default: search near the images)")
+    text = "maximum number of broken images to leave out (default: one in 100)"
     add("--max-broken", type=int, metavar="N", help=text)
-    add("--overwrite", action="store_true", help="remove these splits from DST and start again")
+    add("--overwrite", action="store_true", help="remove the prepared splits from DST and start again")
     _add_processes(parser)
 
 
 def _add_processes(parser: argparse.ArgumentParser) -> None:
-    text = "number of processes (default: the cores of this machine)"
+    text = "number of processes (default: number of usable cores)"
     add = parser.add_argument
     add("-np", "--num-proc", type=positive, default=usable_cores(), metavar="N", help=text)
 
 
 def _add_coco(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("source", type=_absolute, metavar="SRC", help="directory in COCO's layout, see below")
-    text = "only this split, such as train2017 (default: all in SRC/annotations)"
+    add("source", type=_absolute, metavar="SRC", help="directory in COCO's layout; see below")
+    text = "prepare only this split, such as train2017 (default: all in SRC/annotations)"
     add("--split", action="append", default=[], metavar="SPLIT", help=text)
-    text = "maximum number of broken items to leave out of a split (default: a hundredth of its annotations)"
+    text = "maximum number of broken items to leave out of a split (default: one in 100 annotations)"
     add("--max-broken", type=int, metavar="N", help=text)
 
 
 def _add_directory(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("directory", type=Path, metavar="DIR", help="directory of the data set")
+    parser.add_argument("directory", type=Path, metavar="DIR", help="data set directory")
 
 
 def _add_verify(parser: argparse.ArgumentParser) -> None:
@@ -195,8 +195,8 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
 def _add_index(parser: argparse.ArgumentParser) -> None:
     _add_directory(parser)
     add = parser.add_argument
-    add("--split", default="", help="name of a single split for all files (default: from the file names)")
-    add("--files", default="*", metavar="PATTERN", help="only these files (default: all TFRecords or tars)")
+    add("--split", default="", help="put all files in this split (default: split by file names)")
+    add("--files", default="*", metavar="PATTERN", help="files to index (default: all TFRecords or tars)")
     text = "number of the first class (default: 1 for image/class/label if 0 does not occur, otherwise 0)"
     add("--first-label", type=int, choices=(0, 1), help=text)
 
@@ -208,20 +208,22 @@ def _share_or_path(text: str) -> float | Path:
     try:
         return _absolute(text) if os.path.exists(text) else _share(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a file, directory or share (0 to 1)") from None
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is neither an existing file or directory nor a number from 0 to 1"
+        ) from None
 
 
 def _add_clicks(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    text = "files, or a directory with files, see below"
+    text = "files, or a directory that contains them; see below"
     add("source", type=_absolute, nargs="+", metavar="SRC", help=text)
     text = "default: rows, which training can read without parsing"
     add("--format", choices=tuple(ENDS), default="rows", help=text)
     add("--shards", type=positive, default=0, metavar="N", help="files for train (default: 268 MB per file)")
     _add_table_size(parser)
-    text = "share of the rows for the validation split, such as 0.1, or its files (default: none)"
+    text = "validation rows: a share of all rows, such as 0.1, or files (default: none)"
     add("--validation", type=_share_or_path, default=0.0, metavar="SHARE|SRC", help=text)
-    add("--max-broken", type=int, metavar="N", help="broken rows to tolerate (default: one in a hundred)")
+    add("--max-broken", type=int, metavar="N", help="maximum number of broken rows (default: one in 100)")
     add("--chunk", type=float, default=0, help=argparse.SUPPRESS)  # in MB; used only by tests
     add("--overwrite", action="store_true", help="remove the data set in DST and start again")
     _add_processes(parser)
@@ -234,10 +236,10 @@ def _add_table_size(parser: argparse.ArgumentParser) -> None:
 
 def _add_generate(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("dataset", choices=("criteo",), help="the columns to generate")
+    add("dataset", choices=("criteo",), help="data set whose columns to generate")
     add("destination", type=Path, metavar="DST", help="directory of the data set")
     add("--rows", type=positive, default=2_000_000, metavar="N", help="rows in all splits (default: 2000000)")
-    text = "number of the day; each has different rows with the same click probability (default: 0)"
+    text = "day number; days have different rows, but the same click probabilities (default: 0)"
     add("--day", type=int, default=0, metavar="N", help=text)
     _add_table_size(parser)
     text = "share of the rows for the validation split, such as 0.1 (default: none)"

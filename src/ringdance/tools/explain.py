@@ -41,7 +41,7 @@ exit code: 0, or 2 if the job does not exist
 _ANSWER_S = 20.0
 _SAMPLE_S = 0.2
 _MOST_WORKERS = 2
-_BEFORE = " without init()"  # appended to a rank's progress if it has not called init() yet
+_BEFORE = " without init()"  # suffix for the progress of a rank that has not called init() yet
 _WAITS = re.compile(r"core/(?:progress|transfers)\.py(?:\", line |:)\d+(?:\)| in wait\b)")
 
 
@@ -60,7 +60,7 @@ class _Rank:
     doing: str = ""
     stacks: str = ""
     operation: str = ""  # full name of the operation that the rank is waiting for
-    workers: list[str] = field(default_factory=list)  # what each of its worker processes is doing
+    workers: list[str] = field(default_factory=list)  # what each worker process is doing
 
     @property
     def who(self) -> str:
@@ -94,7 +94,7 @@ def main(argv: Sequence[str]) -> int:
     text = "ID of a job, or of a process in it (default: the only job on this machine)"
     parser.add_argument("target", metavar="JOB|PID", nargs="?", default="", help=text)
     parser.add_argument("--stacks", action="store_true", help="show the stacks of all threads")
-    parser.add_argument("--json", action="store_true", help="print what is known about the ranks as JSON")
+    parser.add_argument("--json", action="store_true", help="print the state of each rank as JSON")
     add_arguments(parser)
 
     def action() -> int:
@@ -118,7 +118,7 @@ def _ranks_here(target: str) -> list[_Rank]:
     known = set()
     for pid in filter(str.isdigit, os.listdir("/proc") if os.path.isdir("/proc") else []):
         reader = open_ring(int(pid))
-        if reader is not None and reader.who.pid == int(pid) and reader.who.host:  # empty during init()
+        if reader is not None and reader.who.pid == int(pid) and reader.who.host:  # no host during init()
             if (rank := _rank_of(reader)) is None:
                 continue
             known.add((rank.job, rank.number))
@@ -152,10 +152,10 @@ def _only_job(ranks: list[_Rank], target: str) -> list[_Rank]:
         known = [job for job in [*records.load_all(), *records.without_record()] if job.job in jobs]
         others = [f"{job}: started by another launcher" for job in sorted(jobs - {own.job for own in known})]
         lines = "\n  ".join([*(own.about for own in known), *others])
-        raise LaunchError(f"several jobs are running here. Name one of them:\n  {lines}")
+        raise LaunchError(f"several jobs are running here. Pass the ID of one of them:\n  {lines}")
     here = f"on {os.uname().nodename}"
     if not target:
-        raise LaunchError(f"none of your jobs has a rank {here}. Use -H to look at other hosts")
+        raise LaunchError(f"none of your jobs has a rank {here}. Use -H to look at other hosts.")
     record = records.find(target)
     state = {"ended": "it has ended", "lost": "its launcher was killed"}.get(
         record.state, f"it is running on {', '.join(record.hosts)}. To look there, use -H"
@@ -185,11 +185,11 @@ def _look_elsewhere(arguments: argparse.Namespace) -> list[_Rank]:
 
 
 def _rank_of(reader: RingReader) -> _Rank | None:
-    """Return the rank whose records are read by ``reader``, or None if its process has just exited."""
+    """Return the rank whose records ``reader`` reads, or None if its process has just exited."""
     number, host, pid = reader.who
     try:
         process = psutil.Process(pid)
-        job = process.environ().get(linux.MARKER) or str(process.ppid())  # mpiexec or its daemon
+        job = process.environ().get(linux.MARKER) or str(process.ppid())  # the pid of mpiexec or its daemon
     except psutil.Error:
         return None
     waits_for, since = reader.name(reader.words[Word.PENDING]), reader.words[Word.PENDING_SINCE]
@@ -241,7 +241,7 @@ def _explain_job(ranks: list[_Rank], stacks: bool) -> Iterator[str]:
         yield from (rank.stacks.splitlines() if stacks else [f"    {frame}" for frame in rank.frames])
     missing = sorted(set(range(ranks[0].size)) - {rank.number for rank in ranks})
     if missing:
-        yield f"Not seen: {_named(missing)}. They have exited, or are on hosts that -H does not list."
+        yield f"Not seen: {_named(missing)}, which may have exited, or be on hosts that -H does not list."
     yield _culprit(ranks, missing)
 
 
@@ -254,23 +254,23 @@ def _culprit(ranks: list[_Rank], missing: list[int]) -> str:
     late = [rank for rank in ranks if not rank.waits_for]
     early = [rank.number for rank in ranks if rank.progress.endswith(_BEFORE)]
     if not waiting and early:
-        return f"All ranks must call init(). Not yet called by {_named(early)}."
+        return f"All ranks must call init(). It has not been called yet by {_named(early)}."
     if not waiting:
-        return "No rank that was seen waits for another." if missing else "No rank waits for another."
+        return "No rank that was seen is waiting." if missing else "No rank is waiting for another."
     if late:
         others = _named([rank.number for rank in waiting]).capitalize()
         verb = "waits" if len(waiting) == 1 else "wait"
         return f"{others} {verb} for {'; and for '.join(f'{rank.who}: {rank.action}' for rank in late)}."
     names = Counter((rank.operation, rank.waits_for) for rank in waiting)
-    alike = len({label for _, label in names}) < len(names)  # ambiguous, so show full names
+    alike = len({label for _, label in names}) < len(names)  # show full names if labels are ambiguous
 
     def said(name: tuple[str, str]) -> str:
         return f"'{name[1]}'" + f" ({name[0]})" * (alike and name[0] != name[1])
 
     if len(names) == 1:
         cause = "and for ranks that were not seen" if missing else "which is being exchanged"
-        return f"All ranks here wait for '{waiting[0].waits_for}', {cause}."
+        return f"All ranks here are waiting for '{waiting[0].waits_for}', {cause}."
     usual = names.most_common(1)[0][0]
     odd = [rank for rank in waiting if (rank.operation, rank.waits_for) != usual]
     parts = [f"{rank.who} for {said((rank.operation, rank.waits_for))}{rank.place}" for rank in odd]
-    return f"The ranks wait for different operations: {'; '.join(parts)}; the others for {said(usual)}."
+    return f"Ranks are waiting for different operations: {'; '.join(parts)}; the others for {said(usual)}."

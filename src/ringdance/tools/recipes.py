@@ -21,7 +21,7 @@ examples:
   ringdance recipes copy resnet50 job              train_torch.py, train_keras.py and their shared files
   ringdance run -np 2 python job/train_torch.py --preset laptop --synthetic --steps 20
 """
-# Recipes, each with a command for trying out a copy of the recipe. {} stands for the directory of the copy.
+# Recipes, each with a command that tries out a copy of the recipe. {} stands for the copy's directory.
 _RECIPES = {
     "resnet50": "ringdance run -np 2 python {}/train_torch.py --preset laptop --synthetic --steps 20",
     "detection": "ringdance run -np 2 python {}/train.py --help",
@@ -50,9 +50,9 @@ def _files(name: str) -> list[Path]:
 
 
 def _text(path: Path) -> str:
-    """Return a file's text, edited so that a copy of the file imports shared modules from its own directory.
+    """Return a file's text, edited so that a copy of it imports shared modules from its own directory.
 
-    The copy is therefore not affected if a later version of Ringdance changes these modules.
+    The copy therefore does not change its behavior if a later version of Ringdance changes these modules.
     """
     text = path.read_text(encoding="utf-8").replace("from ringdance.recipes import ", "import ")
     return text.replace("from ringdance.recipes.", "from ")
@@ -77,8 +77,8 @@ def _copy(arguments: argparse.Namespace) -> int:
     existing = [path.name for path in files if (target / path.name).exists()]
     if existing and not arguments.force:
         raise CommandError(
-            f"{target} already has {', '.join(existing)}. Nothing was copied. Use another directory, or "
-            "--force to overwrite."
+            f"{target} already contains {', '.join(existing)}. Nothing was copied. Pass another directory, "
+            "or pass --force to overwrite the files."
         )
     target.mkdir(parents=True, exist_ok=True)
     for path in files:
@@ -96,5 +96,5 @@ def _add_copy(parser: argparse.ArgumentParser) -> None:
 
 _SUBCOMMANDS = {
     "list": Subcommand(_list, "list the recipes and their files", lambda parser: None),
-    "copy": Subcommand(_copy, "copy a recipe's files to a directory, to run and change", _add_copy),
+    "copy": Subcommand(_copy, "copy a recipe's files to a directory, to edit and run them", _add_copy),
 }

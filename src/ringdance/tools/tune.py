@@ -52,8 +52,8 @@ examples:
   ringdance tune threads -H h1,h2 --global-batch 512 -- python train.py --batch {batch}
 
 exit code: 0 if a trial was measured, 1 if not, 2 for a wrong argument, 130 after Ctrl-C"""
-_POLL, _WORTH = 0.2, 0.02  # seconds between polls; smallest relative gain that counts
-_TURNS = 5  # runs per setting: with equal settings, the second is better in all runs once in C(10, 5) = 252
+_POLL, _WORTH = 0.2, 0.02  # polling interval in seconds; minimum relative gain
+_TURNS = 5  # runs per setting; an equal setting seems faster only once in C(10, 5) = 252 comparisons
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TF_NUM_INTRAOP_THREADS")
 _BINDS = {"off": [0], "on": [1], "both": [0, 1]}
 
@@ -113,7 +113,7 @@ class Trials:
         with open(directory / "log", "wb") as log:
             job = subprocess.Popen(
                 line, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environ, start_new_session=True,
-                preexec_fn=die_with_parent,  # ends the job even if this process is killed by SIGKILL
+                preexec_fn=die_with_parent,  # ends the job even if this process receives SIGKILL
             )  # fmt: skip
         try:
             return self._measure(job, directory)
@@ -124,7 +124,7 @@ class Trials:
                     job.wait(patience)
 
     def _measure(self, job: subprocess.Popen[bytes], directory: Path) -> Result:
-        """Wait until the trial's speed is known. Returns the speed, or why it could not be measured."""
+        """Wait until the trial's speed is known. Returns the speed and "", or 0.0 and the reason."""
         until = time.monotonic() + self.given.limit + self.given.seconds
         run = None
         while (code := job.poll()) is None:
@@ -141,7 +141,7 @@ class Trials:
             return run.steps_per_second, ""
         lines = (directory / "log").read_text(errors="replace").strip().splitlines()
         last = next((text for text in lines if text.startswith("first failure: ")), (lines or [""])[-1])
-        return 0.0, f"exit code {code}: {last}" if code else "no steps counted: use hvd.mark_step()"
+        return 0.0, f"exit code {code}: {last}" if code else "no steps counted: call hvd.mark_step()"
 
     def table(self, best: Setting, found: Mapping[Setting, list[Result]]) -> Table:
         """Return a table of all trials, fastest first."""
@@ -171,7 +171,7 @@ def _metrics(directory: Path) -> RunMetrics | None:
 
 
 def _steady(run: RunMetrics) -> float:
-    """Return the duration in seconds over which the speed has been measured so far."""
+    """Return for how many seconds the speed has been measured so far."""
     times = [row["last_step_time"] for row in run.ranks[0].training if "last_step_time" in row] or [0.0]
     return float(times[-1] - times[0])
 
@@ -193,8 +193,8 @@ def search(
     def is_faster(one: Setting, than: Setting) -> bool:
         """Return True if ``one`` is faster than ``than``, based on alternating runs of both settings.
 
-        Runs alternate because the load from other programs changes. Once the speeds of the two settings
-        overlap, further runs are skipped.
+        Runs alternate because the load from other programs varies. Once the speeds of the two settings
+        overlap, the remaining runs are skipped.
         """
         speeds: tuple[list[float], list[float]] = [], []
         for turn in range(_TURNS):
@@ -228,20 +228,20 @@ def _space(given: argparse.Namespace, cores: int, hosts: int) -> dict[str, list[
     has_batch = any("{batch}" in word for word in given.command)
     if has_batch != bool(batch):
         missing = "--global-batch N" if has_batch else "{batch} in the command, for the batch per rank"
-        raise LaunchError(f"--global-batch and {{batch}} must be used together. Add {missing}")
+        raise LaunchError(f"--global-batch and {{batch}} must be used together. Add {missing}.")
     ranks = given.ranks or (powers if has_batch else [1])
     if not has_batch:
         if len(ranks) > 1:
             raise LaunchError(f"--ranks {ranks}: the total batch size would change. Write {{batch}} for "
                               "the batch per rank in the command, and pass --global-batch")  # fmt: skip
-        print("The command does not contain {batch}: the number of ranks stays the same.", file=sys.stderr)
+        print("The command does not contain {batch}, so the number of ranks is not varied.", file=sys.stderr)
     fit = [n for n in ranks if batch % (n * hosts) == 0]
     if not fit:
         near = -(-batch // (ranks[0] * hosts)) * ranks[0] * hosts
         problem = f"--global-batch {batch} cannot be divided among {ranks} ranks per host, hosts: {hosts}"
-        raise LaunchError(f"{problem}. Use --global-batch {near}")
+        raise LaunchError(f"{problem}. Use --global-batch {near}.")
     if left := [n for n in ranks if n not in fit]:
-        print(f"Skipped because they do not divide {batch}: {left} ranks per host.", file=sys.stderr)
+        print(f"Skipping {left} ranks per host: {batch} cannot be divided among them.", file=sys.stderr)
     return {"ranks": fit, "intra": given.intra or powers, "bind": _BINDS[given.bind]}
 
 
@@ -268,7 +268,7 @@ def _threads(given: argparse.Namespace) -> int:
             print(f"failed: {setting}: {reason}")
     if trials.others >= TAKEN:
         share = f"{trials.others:.0%} of a host's cores"
-        print(f"WARNING: other programs used up to {share} during a trial. Measure again without them.")
+        print(f"WARNING: other programs used up to {share} during a trial. Run this again without them.")
     if not _speed_of(tried[best]):
         return 1
     first = next(setting for setting, results in tried.items() if _speed_of(results))
@@ -283,9 +283,9 @@ def _add_threads(parser: argparse.ArgumentParser) -> None:
     add("--ranks", type=counts, metavar="A,B", help="ranks per host to try (default: 1, 2, 4, ... cores)")
     add("--intra", type=counts, metavar="A,B", help="intra-op threads to try (default: 1, 2, 4, ... cores)")
     add("--bind", choices=_BINDS, default="both", help="bind ranks to cores, or try both (default: both)")
-    add("--seconds", type=number, default=20.0, metavar="S", help="seconds of steady steps (default: 20)")
+    add("--seconds", type=number, default=20.0, metavar="S", help="seconds of steps to measure (default: 20)")
     add("--limit", type=number, default=300.0, metavar="S", help="seconds allowed for startup (default: 300)")
-    add_host_options(parser, "hosts with as many cores as this one (default: this one); slots are ignored")
+    add_host_options(parser, "hosts, with as many cores as this one; slots are ignored (default: this host)")
     add("command", nargs="+", metavar="COMMAND", help="after --: the training command and its arguments")
 
 
@@ -293,4 +293,4 @@ def main(argv: Sequence[str]) -> int:
     """Run ``ringdance tune`` with the arguments ``argv``. Returns the exit code."""
     text = "find the best threads, binding and ranks per host for training on CPUs"
     known = {"threads": subcommands.Subcommand(_threads, text, _add_threads, _EPILOG)}
-    return subcommands.run("ringdance tune", "Tune training by running trials of it.", known, argv)
+    return subcommands.run("ringdance tune", "Tune a training command with trials.", known, argv)

@@ -194,7 +194,7 @@ profiler_running: Callable[[], bool] = functools.partial(
     getattr, torch.autograd.profiler, "_is_profiler_enabled", True
 )
 
-# Older names of the process group methods that later versions of torch have renamed, by their newer names.
+# Maps the current names of process group methods to their names in earlier versions of torch.
 _OLDER = {
     "all_gather_single": "_allgather_base", "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
     "reduce_scatter_single": "_reduce_scatter_base", "all_to_all_single": "alltoall_base",
@@ -203,7 +203,7 @@ _OLDER = {
 
 
 def renamed(group: Any, name: str) -> Any:
-    """Return the method ``name`` of a process group, which has an older name in earlier torch versions."""
+    """Return a process group's method ``name``, which earlier versions of torch define under another name."""
     return getattr(group, name) if hasattr(group, name) else getattr(group, _OLDER[name])
 
 

@@ -1,4 +1,4 @@
-"""DistributedOptimizer with op=Adasum: combines the weight changes that each rank would make."""
+"""DistributedOptimizer with op=Adasum, which combines the weight changes of the ranks' local steps."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ class AdasumOptimizer(Wrapped):
 
     def skip_synchronize(self) -> NoReturn:
         """Raise AssertionError, because the exchange is part of ``step()``."""
-        raise AssertionError("skip_synchronize() cannot be used with op=Adasum: step() does the exchange.")
+        raise AssertionError(
+            "skip_synchronize() cannot be used with op=Adasum, because step() does the exchange. Remove the "
+            "call."
+        )
 
     @compiler_disable
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

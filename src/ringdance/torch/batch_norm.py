@@ -37,7 +37,7 @@ class _Normalise(torch.autograd.Function):
             variance = mean = wide.new_zeros(channels)
         # Computed in float64, the difference of squares gives the variance to the full precision of float32.
         mean, variance, centre = mean.double(), variance.double(), mean.new_zeros(channels).double()
-        if input.dtype is torch.float64:  # For more precision, use squared distances from the mean.
+        if input.dtype is torch.float64:  # For more precision, use squared deviations from the mean.
             own = torch.cat([mean.new_ones(1), mean]) * count
             every = ops.allreduce(own, name="sync_batch_norm.centre", op=Sum)
             centre = every[1:] / every[0]
@@ -127,7 +127,9 @@ class SyncBatchNorm(BatchNorm):  # type: ignore[misc]
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
-            raise ArgumentError(f"SyncBatchNorm needs at least 2 dimensions, got shape {tuple(input.shape)}.")
+            raise ArgumentError(
+                f"SyncBatchNorm needs input with at least 2 dimensions, but got shape {tuple(input.shape)}."
+            )
 
     @compiler_disable
     def forward(self, input: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ __all__ = [
 
 
 class ElasticSampler(ElasticIndices, torch.utils.data.Sampler[int]):
-    """Gives each rank its share of a data set or, after a restart, of the samples that remain in the epoch.
+    """Gives each rank its share of a dataset or, after a restart, of the epoch's remaining samples.
 
     Add it to the state, so that it is committed together with the weights::
 
@@ -58,8 +58,8 @@ class ElasticSampler(ElasticIndices, torch.utils.data.Sampler[int]):
 class StateHandler:
     """Saves, restores and synchronizes an object that has ``state_dict`` and ``load_state_dict``.
 
-    ``sync`` sends rank 0's state as one object, so use it for objects with a small state, such as learning
-    rate schedulers.
+    ``sync`` sends rank 0's state as one object, so use this class for objects with a small state, such as
+    learning rate schedulers.
 
     Attributes:
         value: The object.
@@ -180,7 +180,7 @@ class TorchState(ObjectState):
         super().save()
 
     def restore(self) -> None:
-        """Go back to the last saved state. Modules, optimizers and samplers stay the same objects.
+        """Restore the last saved state. Modules, optimizers and samplers stay the same objects.
 
         Gradients are discarded, including gradients accumulated over several backward passes. Commit after
         ``optimizer.step()``, because a commit between the backward passes of a step does not save gradients.
@@ -194,7 +194,7 @@ class TorchState(ObjectState):
         super().restore()
 
     def sync(self) -> None:
-        """Copy rank 0's state to all ranks. A collective call."""
+        """Copy rank 0's state to all ranks. All ranks must call this."""
         for handler in self._handlers.values():
             handler.sync()
         super().sync()
@@ -205,7 +205,7 @@ class TorchState(ObjectState):
             handler.reset()
 
     def _copied(self, value: Any) -> Any:
-        # A plain tensor is data, so copy it. A tensor that requires a gradient belongs to another object.
+        # Copy plain tensors, which hold data. A tensor that requires a gradient belongs to another object.
         if type(value) is torch.Tensor and not value.requires_grad:
             return value.clone()
         return super()._copied(value)

@@ -30,15 +30,13 @@ if TYPE_CHECKING:
 
 Tensors = Sequence[Tensor]
 
-# Errors that may be raised when a wrong argument is converted. See Note [Refused calls].
+# Errors that the conversion of an invalid argument may raise. See Note [Refused calls].
 WRONG_ARGUMENT = (ArgumentError, TypeError, ValueError, IndexError, AttributeError)
 
 compiler_disable(session.mark_step)  # Keras compiles whole steps, including this call.
 session.add_profiler(Profiler(profiler_running, torch.profiler.record_function))
 session.watch_training(has_run_backward)
-tunables["threads"] = Tunable(
-    torch.get_num_threads, torch.set_num_threads, lambda: max(1, own_cores())
-)
+tunables["threads"] = Tunable(torch.get_num_threads, torch.set_num_threads, lambda: max(1, own_cores()))
 tunables["overlap"] = OVERLAP
 
 
@@ -55,7 +53,7 @@ def submit(
         splits: Splits of an alltoall: integers, an int32 tensor, or ``None`` for equal shares.
 
     Raises:
-        ArgumentError: A tensor or an argument is wrong. The other ranks get an error with the same message.
+        ArgumentError: A tensor or argument is invalid. The other ranks get an error with the same message.
     """
     engine = session.engine()
     try:
@@ -131,7 +129,9 @@ def _listed(call: Call, tensors: Iterable[Tensor], compression: Any = Compressio
         if not listed:
             raise IndexError("A group needs at least one tensor.")
         if any([tensor.is_cpu != listed[0].is_cpu for tensor in listed]):
-            raise UnsupportedOperationError("The tensors of a group must all be on the CPU or all on a GPU.")
+            raise UnsupportedOperationError(
+                "The group contains tensors on the CPU and on a GPU. Move all of them to one type of device."
+            )
         if compression is not Compression.none:
             return [compression.compress(tensor) for tensor in listed]
     except WRONG_ARGUMENT as error:
@@ -145,7 +145,7 @@ def _array_of_splits(splits: Any) -> Array:
     if not isinstance(splits, Tensor):
         return np.asarray(splits)
     if splits.dtype is not torch.int32:
-        raise ArgumentError(f"splits must be a list or an int32 tensor, got a {splits.dtype} tensor.")
+        raise ArgumentError(f"splits must be a list or an int32 tensor, but got a {splits.dtype} tensor.")
     return splits.detach().cpu().numpy()
 
 
@@ -181,7 +181,7 @@ def run(
     Args:
         call: Call to run.
         tensors: Tensors of a grouped call, or one tensor.
-        compression: Casts the tensors for the exchange, and casts the results back.
+        compression: Compressor that casts the tensors for the exchange, and casts the results back.
         splits: Splits of an alltoall.
     """
     if compression is not Compression.none:

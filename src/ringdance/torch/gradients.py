@@ -61,22 +61,21 @@ class Gradients:
         self.parameters = parameters
         self.compression = compression
         self.sparse_as_dense = sparse_as_dense
-        # Gradients that hold the result of an exchange, as weak references, because they may be freed at any
-        # time.
+        # Weak references to the gradients that hold the result of an exchange. They may be freed at any time.
         self._left: dict[int, weakref.ref[Tensor]] = {}
-        self._versions: dict[int, int] = {}  # Version counters of the gradients in _left after a step.
+        self._versions: dict[int, int] = {}  # Version counters, after a step, of the gradients in _left.
         self._copies: dict[int, tuple[Tensor, Any]] = {}
         # Arguments of _write_sent for each bucket that was sent without a copy to the host.
         self._sent: dict[tuple[int, ...], tuple[Work | Launched, list[Any], Any]] = {}
         self._direct: TorchExchange | None = None
         self._opened = 0
-        self._delivered: Any = None  # Event recorded after the last bucket was written back.
-        # The dtypes of each bucket that was sent in a round of agreement.
+        self._delivered: Any = None  # Recorded after the last bucket was written back.
+        # The gradients' dtypes in each bucket that was sent after a round of agreement.
         self._agreed: dict[tuple[int, ...], list[torch.dtype]] = {}
 
     @property
     def on_device(self) -> bool:
-        """True if torch's communicator exchanges plain gradients. See ``exchange.stays``."""
+        """True if torch's communicator exchanges dense gradients on this device. See ``exchange.stays``."""
         return any_by_torch(self.parameters)
 
     def nbytes(self, index: int) -> int:
@@ -84,7 +83,10 @@ class Gradients:
         return self.parameters[index].nbytes
 
     def sample(self, indices: Sequence[int], names: Sequence[str]) -> tuple[list[str], Array]:
-        """Return parameter names (index and shape if unnamed) and a sample of elements to compare."""
+        """Return descriptions of parameters, and a sample of their elements to compare across ranks.
+
+        A description is the parameter's name or, for an unnamed parameter, its index and shape.
+        """
         parameters = [self.parameters[index] for index in indices]
         shown = [
             f"parameter {index}, of shape {tuple(parameter.shape)}" if ".noname." in name else name
@@ -134,7 +136,7 @@ class Gradients:
     def buffers(self, indices: Sequence[int], zeros: bytes) -> tuple[Array, ...]:
         """Return contiguous arrays to reduce in place.
 
-        The array is zero for a gradient that is missing or marked in ``zeros``.
+        An array contains zeros if its gradient is missing or marked in ``zeros``.
         """
         views = None if zeros else self.gradient_views(indices)
         if views is not None:
@@ -155,7 +157,7 @@ class Gradients:
         return tuple(self._copied(indices, gradients))
 
     def send(self, call: Call, engine: Engine, indices: Sequence[int], zeros: bytes, wake: bool) -> Work:
-        """Submit the reduction of gradients: in place or on copies, on their device or on the host."""
+        """Submit the reduction of gradients, in place or on copies, on their device or on the host."""
         if self.on_device:
             gradients = self._dense(indices, zeros)
             pairs = [self.compression.compress(gradient) for gradient in gradients]
@@ -171,15 +173,15 @@ class Gradients:
         """Create the communicator for ``launch``, if possible. Blocks until all members have called this."""
         devices = {parameter.device for parameter in self.parameters}
         if self._direct is None and self.compression in _CASTS and len(devices) == 1:
-            self._opened += 1  # The same on all members.
+            self._opened += 1  # The count is the same on all members.
             name = f"{name} {self._opened}"
             self._direct = direct_exchange(engine, set_id, self.parameters[0].device.type, name)
         return self._direct is not None
 
     def launch(self, call: Call, indices: Sequence[int]) -> Launched | None:
-        """Start to exchange one flat copy of the gradients per dtype, without a round of agreement.
+        """Start reducing one flat copy of the gradients per dtype, without a round of agreement.
 
-        Returns None if the dtypes have changed since the last round.
+        Returns None if the dtypes have changed since the last round of agreement.
         """
         assert self._direct is not None
         gradients = self._dense(indices, b"")
@@ -269,7 +271,7 @@ class Gradients:
         return views
 
     def write_back(self, indices: Sequence[int], union: bytes) -> None:
-        """Copy results from reduced copies to the gradients. Sparse gradients become sparse again."""
+        """Copy results from reduced copies to the gradients, and convert them back to sparse if needed."""
         if (sent := self._sent.pop(tuple(indices), None)) is not None:
             self._write_sent(indices, *sent)
         if self._copies:

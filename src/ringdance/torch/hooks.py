@@ -17,7 +17,7 @@ _all: weakref.WeakValueDictionary[int, Hooks] = weakref.WeakValueDictionary()
 
 
 def release(parameters: Sequence[Tensor], but: Hooks | None = None) -> None:
-    """Close the hooks of all optimizers that have any of the ``parameters``, except the hooks ``but``.
+    """Close the hooks of all optimizers that contain any of the ``parameters``, except for ``but``.
 
     All ranks must call this at the same point. The garbage collector would close the hooks at different times
     on different ranks.
@@ -39,31 +39,30 @@ def _close(handles: dict[int, Any], exchange: GradientExchange) -> None:
 
 
 class Hooks:
-    """Tells an exchange about each gradient that backward accumulates, and about the end of the pass.
+    """Notifies an exchange of each gradient that a backward pass accumulates, and of the end of the pass.
 
     Parameters hold only weak references to this object. It lives until its optimizer is freed or ``close`` is
     called (see ``release``).
 
     Note [Backward passes within others]
     Checkpointing with ``use_reentrant=True`` runs a backward pass inside a node of another pass, at any
-    depth. It is possible that every parameter is used only in inner passes. An inner pass counts as part of
-    the outermost pass. torch runs a callback at the end of the pass that the thread is running when the
-    callback is queued. Therefore, the callback cannot be queued before the thread is back in the outermost
-    pass. So the inner pass adds a hook to a node that the outermost pass runs after the node that contains
-    the inner pass. If a pass raises an error before it reaches that node, the hook remains, but does nothing
-    in later passes.
+    depth. Some models use all parameters only in inner passes. An inner pass counts as part of the outermost
+    pass. torch runs a callback at the end of the pass that the thread is running when the callback is queued,
+    so the callback cannot be queued before the thread is back in the outermost pass. Therefore, the inner
+    pass adds a hook to a node that the outermost pass runs after the node that contains the inner pass. If a
+    pass raises an error before it reaches that node, the hook remains, but does nothing in later passes.
 
     Args:
         parameters: Parameters on which to install hooks if they require gradients. The list may grow. See
             ``watch``.
-        exchange: Exchange for their gradients. An ``early`` exchange must know when a pass ends. If torch
-            cannot report this, the first gradient raises an error. For other exchanges, each gradient then
-            counts as a pass.
+        exchange: Exchange for their gradients. An ``early`` exchange must be notified when a pass ends. If
+            torch cannot report the end, the first gradient raises an error. For other exchanges, each
+            gradient then counts as a pass.
     """
     def __init__(self, parameters: Sequence[Tensor], exchange: GradientExchange) -> None:
         self.parameters = parameters
         self.exchange = exchange
-        self._tasks: dict[int, int] = {}  # The step in which each unfinished pass began.
+        self._tasks: dict[int, int] = {}  # Step in which each unfinished pass began, by task id.
         self._handles: dict[int, Any] = {}
         self.close = weakref.finalize(self, _close, self._handles, exchange)
         self.close.atexit = False
@@ -90,13 +89,14 @@ class Hooks:
         return hook
 
     def _wait_for_end(self) -> None:
-        """Arrange for ``_end`` to be called. See Note [Backward passes within others]."""
+        """Arrange for ``_end`` to run after the outermost pass. See Note [Backward passes within others]."""
         if not _private.has_end_callback():
             if self.exchange.early:
                 raise ArgumentError(
-                    "torch cannot report the end of this backward pass, as with compiled autograd. Set "
-                    "torch._dynamo.config.compiled_autograd = False, or pass reduce_in_backward=False to "
-                    "DistributedOptimizer, which then reduces gradients in step(), after any clipping."
+                    "torch cannot report the end of this backward pass, for example because compiled "
+                    "autograd is in use. Set torch._dynamo.config.compiled_autograd = False, or pass "
+                    "reduce_in_backward=False to DistributedOptimizer, which then reduces gradients in "
+                    "step(), after any clipping."
                 )
             self.exchange.on_backward_end()
             return
@@ -123,7 +123,7 @@ class Hooks:
     @compiler_disable
     def _end(self) -> None:
         task = _private.graph_task()
-        if task not in self._tasks:  # Two threads queued this callback for the same pass.
+        if task not in self._tasks:  # Another thread queued this callback for the same pass.
             return
         began_in = self._tasks[task]
         for past in [number for number in self._tasks if number <= task]:  # Includes passes that failed.

@@ -14,7 +14,7 @@ from ringdance.training.loaders.binding import Loaders
 
 class _Loaders(Loaders):
     def tensor(self, array: Any, device: Any) -> torch.Tensor:
-        held = array.base  # May be a pinned tensor, whose memory is not reused before it is copied.
+        held = array.base  # May be a pinned tensor, whose memory torch keeps until the copy is complete.
         tensor = held if isinstance(held, torch.Tensor) else torch.from_numpy(array)
         return tensor.to("cpu" if device is None else device, non_blocking=True)
 

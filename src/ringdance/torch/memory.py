@@ -40,7 +40,7 @@ def host_tensor(tensor: torch.Tensor) -> torch.Tensor:
         ArgumentError: The argument is not a dense tensor, or the tensor has no data.
     """
     if not isinstance(tensor, torch.Tensor):
-        raise ArgumentError(f"Expected a torch.Tensor, got {type(tensor).__name__}.")
+        raise ArgumentError(f"Expected a torch.Tensor, but got {type(tensor).__name__}.")
     if tensor.is_meta:
         raise ArgumentError(
             f"A meta tensor (shape {tuple(tensor.shape)}) has no data. Create it on a device first, for "
@@ -53,8 +53,8 @@ def host_tensor(tensor: torch.Tensor) -> torch.Tensor:
         )
     if tensor.layout is not torch.strided:
         raise ArgumentError(
-            f"A tensor with layout {tensor.layout} ({tensor.type()}) cannot be exchanged as it is. "
-            "Use sparse_allreduce_async or to_dense()."
+            f"Tensors with layout {tensor.layout} ({tensor.type()}) cannot be exchanged. Use "
+            "sparse_allreduce_async to reduce sparse tensors, or convert them with to_dense()."
         )
     if not tensor.is_cpu:
         staged = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
@@ -80,8 +80,8 @@ def view_of(tensor: torch.Tensor) -> Array:
         return tensor.numpy()
     except (TypeError, RuntimeError):
         raise ArgumentError(
-            f"Tensors of type {tensor.type()} ({tensor.dtype}) cannot be exchanged: NumPy has no such type. "
-            "To reduce them, convert them first, for example with tensor.to(torch.bfloat16) or "
+            f"Tensors of type {tensor.type()} ({tensor.dtype}) cannot be exchanged, because NumPy has no "
+            "such type. To reduce them, convert them first, for example with tensor.to(torch.bfloat16) or "
             "tensor.to(torch.complex64). To move 8-bit tensors unchanged, pass tensor.view(torch.uint8)."
         ) from None
 
@@ -97,7 +97,7 @@ def array_of(tensor: torch.Tensor, in_place: bool = False) -> Array:
         if tensor.is_cpu and tensor.dtype in _PLAIN and tensor.is_contiguous():
             return tensor.detach().numpy() if tensor.requires_grad else tensor.numpy()
     except (AttributeError, RuntimeError, TypeError):
-        pass  # Not a tensor, a sparse tensor, or a tensor with a pending negation. Handled below.
+        pass  # Not a tensor, a sparse tensor, or a lazily negated tensor. Handled below.
     host = host_tensor(tensor)
     if in_place:
         check_in_place(tensor)
@@ -132,20 +132,22 @@ def check_in_place(tensor: torch.Tensor) -> None:
         )
     if tensor.is_conj() or tensor.is_neg():
         raise ArgumentError(
-            "An in-place operation needs a tensor whose values are in memory, but this tensor is a view that "
-            "conjugates or negates them. Use tensor.resolve_conj().resolve_neg(), or the out-of-place "
-            "function."
+            "In-place operations do not support lazily conjugated or negated views. Materialize the tensor "
+            "with tensor.resolve_conj().resolve_neg(), or use the out-of-place function."
         )
 
 
 def sample_of(parameters: Sequence[Tensor]) -> Array:
-    """Return a sample of the parameters' elements to compare. See ``training.gradients.weights``."""
+    """Return a sample of the parameters' elements to compare across ranks.
+
+    See ``training.gradients.weights``.
+    """
 
     def take(one: Tensor) -> tuple[int, Array]:
         if one.is_complex():
             one = torch.view_as_real(one)
         if not one.is_floating_point():
-            raise TypeError("only floating-point parameters are compared")
+            raise TypeError("Only floating-point parameters can be compared.")
         size = one.numel()
         places = torch.arange(0, size, step_of(size), device=one.device)
         return size, one.detach().take(places).float().cpu().numpy()

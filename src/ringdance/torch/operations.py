@@ -3,9 +3,9 @@
 Unlike in Horovod, all functions accept bfloat16, uint8, int8, int16, unsigned, complex and bool tensors.
 Non-contiguous tensors are copied first, except by in-place operations, which raise an error for them.
 
-The arguments documented for ``allreduce`` have the same meaning in all functions. ``name`` is the key that
-matches the ranks' calls (unnamed calls match by order), and ``process_set`` contains the participating ranks.
-All functions raise the same kinds of errors.
+The arguments documented for ``allreduce`` have the same meaning in all functions. ``name`` is the key by
+which calls are matched across ranks (unnamed calls match by order), and ``process_set`` contains the
+participating ranks. All functions raise the same types of errors.
 Variants with ``_async`` immediately return a handle for ``poll`` and ``synchronize``. Variants that end in
 ``_`` work in place and are not differentiable. ``grouped_`` variants exchange several tensors together.
 """
@@ -52,7 +52,7 @@ def allreduce(
     Args:
         tensor: Tensor with the same shape and dtype on all ranks.
         average: Deprecated: use ``op``. True means Average, False means Sum.
-        name: Key that matches this call with the other ranks' calls. Unnamed calls match by order.
+        name: Key by which calls are matched across ranks. Unnamed calls match by order.
         compression: ``Compression.none``, ``.fp16`` or ``.bf16``, or an object with the methods ``compress``
             and ``decompress``.
         op: Average (default), Sum, Adasum, Min, Max or Product.
@@ -61,7 +61,7 @@ def allreduce(
         process_set: The participating ranks.
 
     Raises:
-        ValueError: An argument is wrong. Other ranks may not get this error.
+        ValueError: An argument is invalid. The error may be raised on this rank only.
         MismatchError: The ranks passed different shapes, dtypes or operations. Raised on all ranks.
     """
     call = allreduce_call(name, average, op, prescale_factor, postscale_factor, process_set)
@@ -130,7 +130,7 @@ def reduce_gradients(
 ) -> list[Tensor]:
     """Reduce all gradients of a step, and end the step. The results may reuse the inputs' memory.
 
-    ``parameters`` contains the parameter names, which are used in messages.
+    ``parameters`` contains the names of the parameters, for error messages.
     """
     labels.note(f"grouped_allreduce.{name}", name, "gradients", parameters)
     call = allreduce_call(name, None, op, prescale, postscale, process_set, True, pattern=pattern)
@@ -143,7 +143,7 @@ def reduce_gradients(
 def compare_weights(
     tensors: Tensors, names: Sequence[str], exchange: str, advice: str, process_set: ProcessSet
 ) -> None:
-    """If a comparison is due, compare the parameters of an exchange across the ranks. See ``weights``."""
+    """Compare parameters across the ranks if a comparison is due. See ``training.gradients.weights``."""
     weights.compare_if_due(exchange, names, advice, set_id(process_set), lambda: sample_of(tensors))
 
 
@@ -159,14 +159,17 @@ def grouped_allreduce_async_(
 def sparse_allreduce_async(
     tensor: Tensor, name: str | None, op: int | None, process_set: ProcessSet = global_process_set
 ) -> Callable[[], Tensor]:
-    """Start gathering the entries of all ranks' sparse tensors. Returns a function that waits for the result.
+    """Start gathering the entries of all ranks' sparse tensors. Return a function that waits for the result.
 
     The result is a sparse tensor. Entries with equal indices from different ranks stay separate
     (``coalesce()`` sums them). Average divides the values by the number of ranks. Any other ``op`` is treated
     as Sum.
     """
     if not tensor.is_sparse:
-        raise ArgumentError(f"sparse_allreduce_async needs a sparse tensor, got {tensor.type()}.")
+        raise ArgumentError(
+            f"sparse_allreduce_async needs a sparse tensor, but got {tensor.type()}. Use allreduce_async for "
+            "dense tensors."
+        )
     divide = pick_operation(None, op) is ReduceOp.AVERAGE
     # torch stores one column of indices per entry, but the gather concatenates rows.
     indices, values = sparse_entries(tensor)
@@ -253,7 +256,7 @@ def alltoall(
         tensor: Tensor with at least one dimension. All dimensions except the first must match across ranks.
         splits: Number of rows to send to each rank, as a list or an int32 tensor. The sum may be less than
             the number of rows in ``tensor``. By default, the rows are split equally.
-        name: Key that matches this call with the other ranks' calls.
+        name: Key by which calls are matched across ranks.
         process_set: The participating ranks.
 
     Returns:

@@ -54,7 +54,7 @@ class _Distributed(Wrapped):
 
     # Defaults are class attributes, so that a copied optimizer starts with them.
     _skip = False
-    _by_hand = False  # True if synchronize() has been called since the last step.
+    _by_hand = False  # True if synchronize() was called after the last step.
 
     def _connect(self) -> None:
         """Create the exchange and install hooks on the parameters.
@@ -69,7 +69,7 @@ class _Distributed(Wrapped):
             return
         check_whole(options.names, options.parameters)
         source = Gradients(options.parameters, options.compression, options.sparse_as_dense)
-        on_gpu = source.on_device and not options.parameters[0].is_cpu  # If so, the CPU cores are idle.
+        on_gpu = source.on_device and not options.parameters[0].is_cpu  # The CPU cores are then idle.
         exchange = self._exchange = GradientExchange(
             source, options.names, operation=options.operation, passes=options.passes,
             predivide=options.predivide, groups=options.groups, process_set=options.process_set,
@@ -94,9 +94,10 @@ class _Distributed(Wrapped):
         if self._hooks is not None and not self._hooks.close.alive:
             raise ArgumentError(
                 f"The DistributedOptimizer for {self._options.names[0]} and others no longer reduces "
-                "gradients: another DistributedOptimizer was created later for some of its parameters, or it "
-                "was closed. Use the later optimizer, or call DistributedOptimizer() again to take the "
-                "parameters back. Optimizers that are used alternately must not share parameters."
+                "gradients, because another DistributedOptimizer was created later for some of its "
+                "parameters, or because it was closed. Use the later optimizer, or call "
+                "DistributedOptimizer() again to take the parameters back. Optimizers that are used "
+                "alternately must not share parameters."
             )
 
     def close(self) -> None:
@@ -125,7 +126,7 @@ class _Distributed(Wrapped):
 
     @compiler_disable
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Set the number of backward passes per exchange of gradients. Call this only between steps."""
+        """Set the number of backward passes per gradient exchange. Call this only between steps."""
         super().set_backward_passes_per_step(passes)
         self._prepare()
         if self._exchange is not None:
@@ -134,7 +135,7 @@ class _Distributed(Wrapped):
 
     @compiler_disable
     def synchronize(self) -> None:
-        """Ensure that gradients are reduced, even after fewer than ``backward_passes_per_step`` passes."""
+        """Reduce gradients now if necessary, even after fewer than ``backward_passes_per_step`` passes."""
         self._prepare()
         self._finish_exchange()
         self._by_hand = True
@@ -157,7 +158,8 @@ class _Distributed(Wrapped):
     def step(self, closure: Closure | None = None) -> Any:
         """Take a step with reduced gradients. Gradients computed by ``closure`` are reduced before use.
 
-        For LBFGS, the closure's loss is averaged over the ranks, so that their line searches are identical.
+        For LBFGS, the closure's loss is averaged over the ranks, so that all ranks' line searches are
+        identical.
         """
         self._prepare()
         if (exchange := self._exchange) is not None:
@@ -166,7 +168,8 @@ class _Distributed(Wrapped):
         if self._by_hand and not self._skip:
             warnings.warn(
                 "optimizer.step() called without optimizer.skip_synchronize() after optimizer.synchronize(). "
-                "This is harmless: backward() has already reduced the gradients. They are not reduced again.",
+                "This is harmless, because backward() has already reduced the gradients, and they are not "
+                "reduced again.",
                 stacklevel=2,
             )
         self._by_hand = False
@@ -236,10 +239,10 @@ def DistributedOptimizer(
     Args:
         optimizer: Any ``torch.optim.Optimizer``.
         named_parameters: ``model.named_parameters()``. Determines parameter names and order. Recommended.
-        compression: ``Compression.fp16`` or ``.bf16`` halves the bytes of float32 gradients.
+        compression: ``Compression.fp16`` or ``.bf16`` halves the amount of data sent for float32 gradients.
         backward_passes_per_step: Number of backward passes whose gradients are summed locally before each
             exchange.
-        op: Average, Sum or Adasum (which combines the changes of the weights, not the gradients).
+        op: Average, Sum or Adasum. Adasum combines the weight changes instead of the gradients.
         gradient_predivide_factor: Gradients are divided by this factor before the sum, and the sum is
             multiplied by it (Average only).
         num_groups: Deprecated. Use ``groups``.
@@ -249,7 +252,7 @@ def DistributedOptimizer(
         reduce_in_backward: If False, exchange only in ``step()``, once per step.
 
     Raises:
-        ArgumentError: An argument is wrong, or there are several ranks and a parameter is sharded across
+        ArgumentError: An argument is invalid, or the job has several ranks and a parameter is sharded across
             processes.
     """
     check_optimizer(optimizer)
@@ -266,7 +269,7 @@ def DistributedOptimizer(
         release(parameters)
         return wrap(optimizer, AdasumOptimizer, options)
     if takes_part(process_set):
-        check_whole(names, parameters)  # Must precede wrap(), which changes the optimizer.
+        check_whole(names, parameters)  # Must come before wrap(), which changes the optimizer.
     result = wrap(optimizer, _Distributed, options)
     result._connect()
     if result._exchange is not None:
@@ -276,13 +279,14 @@ def DistributedOptimizer(
 
 
 def _check_adasum(process_set: ProcessSet, parameters: list[Tensor]) -> None:
-    """Reject Adasum on a subset of the ranks, and warn if its results differ from Horovod's."""
+    """Raise an error for Adasum on a subset of the ranks. Warn if the results differ from Horovod's."""
     if process_set is not global_process_set:
-        raise NotImplementedError("The Adasum optimizer works only on all ranks, not on a process set.")
+        raise NotImplementedError("An optimizer with op=Adasum does not support process_set. Omit it.")
     if nccl_built() and any(parameter.is_cuda for parameter in parameters):
         warnings.warn(
-            "Adasum combines the changes of all ranks. Horovod with NCCL combines the averages of hosts "
-            "instead. Scale the learning rate as without NCCL, not by local_size().", stacklevel=3,
+            "Adasum combines the weight changes of all ranks. Horovod with NCCL combines the averages of the "
+            "hosts instead. Scale the learning rate as for Horovod without NCCL, that is, not by "
+            "local_size().", stacklevel=3,
         )  # fmt: skip
 
 
@@ -299,13 +303,13 @@ def _warn_of_idle(exchange: GradientExchange, wrapped: weakref.ref[Any]) -> None
 def _index_groups(num_groups: int, groups: Any, parameters: list[Tensor]) -> list[tuple[int, ...]]:
     """Convert ``groups`` to parameter indices. Raises ArgumentError if it has the wrong type."""
     if num_groups:
-        warnings.warn("num_groups is deprecated; use groups=<number>.", DeprecationWarning, stacklevel=3)
+        warnings.warn("num_groups is deprecated. Use groups=<number>.", DeprecationWarning, stacklevel=3)
         groups = num_groups if groups is None else groups
     listed = groups if isinstance(groups, (list, tuple)) else ()
     if groups == 0 or any(
         isinstance(group, Tensor) or not all(isinstance(item, Tensor) for item in group) for group in listed
     ):
-        raise ArgumentError("groups must be a positive number or a list of lists of parameters.")
+        raise ArgumentError("groups is invalid. Pass a positive number or a list of lists of parameters.")
     index = {id(parameter): number for number, parameter in enumerate(parameters)}
     trained = [number for number, parameter in enumerate(parameters) if parameter.requires_grad]
     return check_groups(groups, trained, lambda parameter: index.get(id(parameter)))

@@ -31,7 +31,10 @@ def _pairs(params: Any) -> list[tuple[str, Tensor]]:
         entry if isinstance(entry, tuple) else (str(index), entry) for index, entry in enumerate(params)
     ]
     if any(len(entry) != 2 for entry in listed):
-        raise ArgumentError("broadcast_parameters: a list must contain tensors or (name, tensor) pairs.")
+        raise ArgumentError(
+            "broadcast_parameters: a tuple in params does not have two elements. Pass tensors or (name, "
+            "tensor) pairs."
+        )
     return [(str(name), tensor) for name, tensor in listed]
 
 
@@ -42,7 +45,7 @@ def _broadcast_all(named: list[tuple[str, Tensor]], root_rank: int) -> None:
         return
     pending = []
     for name, tensor in named:
-        wire = block_of(tensor)  # This is a copy if the memory is not one contiguous block.
+        wire = block_of(tensor)  # This is a copy if the tensor is not contiguous.
         call = movement(Collective.BROADCAST, name, global_process_set, root=root_rank)
         work = submit(call, (wire,), in_place=True)
         pending.append((tensor, wire, work))
@@ -78,7 +81,7 @@ class _TensorRef(NamedTuple):
 
 
 def _replaced(value: Any, kind: type, replacement: Callable[[Any], Any]) -> Any:
-    """Return a copy of nested dicts, lists and tuples in which all objects of a class are replaced."""
+    """Copy nested dicts, lists and tuples, replacing all objects of type ``kind``."""
     if isinstance(value, kind):
         return replacement(value)
     if isinstance(value, dict):
@@ -90,7 +93,7 @@ def _replaced(value: Any, kind: type, replacement: Callable[[Any], Any]) -> Any:
 
 
 def _extract_tensors(value: Any, tensors: list[Tensor]) -> Any:
-    """Return a structure with each tensor replaced by a reference, and append the tensors to ``tensors``."""
+    """Replace each tensor in a structure with a reference, and append the tensors to ``tensors``."""
 
     def extract(tensor: Tensor) -> _TensorRef:
         tensors.append(tensor)
@@ -100,7 +103,7 @@ def _extract_tensors(value: Any, tensors: list[Tensor]) -> Any:
 
 
 def _insert_tensors(value: Any, tensors: list[Tensor], device: torch.device) -> Any:
-    """Return a structure with a new zero tensor for each reference, and append them to ``tensors``."""
+    """Replace each reference in a structure with a new zero tensor, and append these to ``tensors``."""
 
     def insert(ref: _TensorRef) -> Tensor:
         tensors.append(torch.zeros(ref.shape, dtype=ref.dtype, device="cpu" if ref.on_cpu else device))

@@ -1,4 +1,4 @@
-"""Base class of the mixins for distributed optimizers, and the options of a distributed optimizer."""
+"""Base class of the mixins for distributed optimizers, and the optimizers' options."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ class OptimizerOptions:
     seen: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        """Raise ArgumentError if arguments are wrong or incompatible."""
+        """Raise ArgumentError if arguments are invalid or incompatible."""
         check_passes(self.passes)
         scales_of(self.operation, self.predivide)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "given": {}}  # ``given`` refers to parameters that are not copied.
+        return {**self.__dict__, "given": {}}  # ``given`` refers to parameters outside the copy.
 
 
 class Wrapped:
@@ -89,7 +89,7 @@ class Wrapped:
         return _blank, type(self).__bases__, self.__getstate__()
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Set the number of backward passes per exchange of gradients. Has no effect for Adasum."""
+        """Set the number of backward passes per gradient exchange. Has no effect for Adasum."""
         check_passes(passes)
         self._options.passes = passes
 
@@ -139,7 +139,7 @@ def wrap(optimizer: torch.optim.Optimizer, front: type[Wrapped], options: Optimi
     result.__dict__ = optimizer.__dict__
     result._options = options
     if wrapper is not None:
-        references = weakref.ref(result), weakref.ref(optimizer)  # Weak: both optimizers hold ``step``.
+        references = weakref.ref(result), weakref.ref(optimizer)  # Weak, as both optimizers hold ``step``.
 
         def step(*args: Any, **kwargs: Any) -> Any:
             target: Any = references[0]() or references[1]()
@@ -156,7 +156,7 @@ def _class_of(front: type, base: type) -> type:
 
 
 def _blank(front: type, base: type) -> Any:
-    """Return an optimizer that is not initialized, as an instance of a subclass of ``front`` and ``base``."""
+    """Return an uninitialized optimizer whose class is a subclass of ``front`` and ``base``."""
     result: Any = object.__new__(_class_of(front, base))
     result._connected, result._exchange, result._hooks = False, None, None
     return result
@@ -165,7 +165,7 @@ def _blank(front: type, base: type) -> Any:
 def check_optimizer(optimizer: Any) -> None:
     """Raise ArgumentError unless this is a plain ``torch.optim.Optimizer``."""
     if isinstance(optimizer, Wrapped):
-        raise ArgumentError("This optimizer is already a DistributedOptimizer.")
+        raise ArgumentError("This optimizer is already a DistributedOptimizer. Wrap an optimizer only once.")
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ArgumentError(
             "DistributedOptimizer needs an optimizer, such as torch.optim.SGD(model.parameters(), lr=0.1), "
@@ -231,7 +231,10 @@ def names_of(
     names = [name for name, _ in pairs]
     doubled = sorted(name for name, times in Counter(names).items() if times > 1)
     if doubled:
-        raise ArgumentError(f"named_parameters contains duplicate names: {', '.join(doubled)}.")
+        raise ArgumentError(
+            f"named_parameters contains duplicate names ({', '.join(doubled)}). Give each parameter a unique "
+            "name."
+        )
     by_id: dict[int, tuple[str, Tensor]] = {}
     for name, parameter in pairs:
         by_id.setdefault(id(parameter), (name, parameter))
@@ -239,8 +242,8 @@ def names_of(
     nameless = [tuple(parameter.shape) for key, parameter in own.items() if key not in by_id]
     if nameless:
         raise ArgumentError(
-            f"named_parameters lacks {len(nameless)} of the optimizer's parameters. The first has shape "
-            f"{nameless[0]}. Pass all of model.named_parameters()."
+            f"named_parameters lacks {len(nameless)} of the optimizer's parameters. The first of these has "
+            f"shape {nameless[0]}. Pass all of model.named_parameters()."
         )
     trained = [pair for key, pair in by_id.items() if key in own]
     return [name for name, _ in trained], [parameter for _, parameter in trained], by_id

@@ -1,4 +1,4 @@
-"""Starting and stopping, rank and size, and Horovod's functions for querying the build."""
+"""Join and leave the job, and query ranks, sizes and Horovod's build flags."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _log = logging.getLogger("ringdance")
 def init(comm: Any = None, process_sets: Iterable[ProcessSet] | str | None = None) -> None:
     """Join the job. Return once all ranks have joined.
 
-    If this process is already in a job, this only binds the process sets.
+    If this process is already in a job, only bind ``process_sets`` to the sets registered in the job.
 
     Args:
         comm: ``None`` for the whole job, a list of ranks in MPI_COMM_WORLD, or an mpi4py communicator. With a
-            list or communicator, only its processes may call ``init``, and all must pass the same order
-            of ranks.
+            list or communicator, only its processes may call ``init``, and all must pass the ranks in
+            the same order.
         process_sets: Sets to register. They get the ids 1, 2, ... in this order.
             ``"dynamic"`` is accepted, but has no effect: sets can always be added later.
 
@@ -55,7 +55,7 @@ def init(comm: Any = None, process_sets: Iterable[ProcessSet] | str | None = Non
     session.init(comm)
     if not again:
         handles.clear()
-        if session.engine().closed:  # This is a child process of a rank, and not in the job.
+        if session.engine().closed:  # This process was started by a rank and is not part of the job.
             return
     # The first call registers even an empty list: if another rank passes sets, all ranks must get the error.
     # If the first list was rejected, no sets exist yet, so a later call may pass another list.
@@ -88,7 +88,7 @@ def _register_sets(process_sets: list[ProcessSet]) -> None:
         for index, ranks in enumerate(rank_lists):
             engine.sets.check_new(ranks)
             if ranks in rank_lists[:index]:
-                raise ArgumentError(f"Process sets must have different ranks. {list(ranks)} is listed twice.")
+                raise ArgumentError(f"Process sets must differ, but {list(ranks)} is listed twice.")
     except ArgumentError as error:
         problem = str(error)
     listed = [ranks for ranks, item in zip(rank_lists, process_sets, strict=False) if item.mpi_comm is None]
@@ -121,7 +121,7 @@ def mark_step() -> None:
 
 
 def rank() -> int:
-    """Return this process's rank in the job, 0 to size - 1."""
+    """Return this process's rank in the job, from 0 to size - 1."""
     return session.engine().rank
 
 
@@ -169,12 +169,12 @@ def mpi_enabled() -> bool:
 
 
 def mpi_built() -> bool:
-    """Return True: MPI is the transport between processes."""
+    """Return True, because MPI is the transport between processes."""
     return True
 
 
 def gloo_enabled() -> bool:
-    """Return False: MPI and shared memory are used instead of Gloo."""
+    """Return False, because MPI and shared memory are used instead of Gloo."""
     return False
 
 
@@ -184,25 +184,25 @@ def gloo_built() -> bool:
 
 
 def nccl_built() -> int:
-    """Return 0, because only ``ringdance.torch`` uses NCCL. An integer, because scripts compare it."""
+    """Return 0, because only ``ringdance.torch`` uses NCCL. The result is an integer, as in Horovod."""
     return 0
 
 
 def ddl_built() -> bool:
-    """Return False."""
+    """Return False, because DDL is never used."""
     return False
 
 
 def ccl_built() -> bool:
-    """Return False."""
+    """Return False, because oneCCL is never used."""
     return False
 
 
 def cuda_built() -> bool:
-    """Return False: nothing here is compiled for CUDA."""
+    """Return False, because no code here is compiled for CUDA."""
     return False
 
 
 def rocm_built() -> bool:
-    """Return False."""
+    """Return False, because no code here is compiled for ROCm."""
     return False

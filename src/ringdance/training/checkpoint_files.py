@@ -1,4 +1,4 @@
-"""Checkpoint files. They are complete or absent, even if a writer is killed or several share a directory.
+"""Checkpoint files that are complete or absent, even if a writer is killed or writers share a directory.
 
 Note [Manifests]: a checkpoint exists from the moment its manifest is renamed to ``.<file>.json``. Until then,
 its files have temporary names that contain a unique token, which is also recorded in the manifest. Afterwards
@@ -28,12 +28,12 @@ from ringdance.errors import RingdanceError
 from ringdance.host.files import open_at_once, sync_path
 
 _log = logging.getLogger("ringdance")
-_MOST_BYTES = 1 << 16  # Maximum size of a manifest.
+_MOST_BYTES = 1 << 16  # Maximum size of a manifest in bytes.
 TABLE = ".npy"
-"""Suffix of a checkpoint's table file, appended to the name of the checkpoint file."""
+"""Suffix appended to a checkpoint file's name to form the name of its table file."""
 tokens: set[str] = set()
 """Tokens of the saves in progress in this process. See Note [Manifests]."""
-_naming = threading.Lock()  # For writers in this process that use the same directory and name.
+_naming = threading.Lock()  # Serializes this process's writers that use the same directory and name.
 _locks: dict[Path, IO[bytes]] = {}  # Lock files, which stay locked until this process exits.
 
 
@@ -46,11 +46,11 @@ class SavedCheckpoint(NamedTuple):
 
     Attributes:
         number: Number of the checkpoint.
-        serial: Position in the order of saving, starting at 1. 0 if the manifest is missing.
-        token: Token in the temporary file names. Empty if the manifest is missing. See Note [Manifests].
+        serial: Position in the order of saving, starting at 1, or 0 if the manifest is missing.
+        token: Token in the temporary file names, or "" if the manifest is missing. See Note [Manifests].
         sizes: Sizes of the checkpoint file and the table file in bytes. A single entry if there is no table.
-        checksums: CRC-32 of each of these files. Empty if the manifest is missing.
-        problem: Why the checkpoint is not usable. Empty if it is complete.
+        checksums: CRC-32 of each of these files, or empty if the manifest is missing.
+        problem: Why the checkpoint is not usable, or "" if it is complete.
     """
 
     number: int
@@ -83,7 +83,7 @@ class CheckpointFiles:
         return self._directory / f"{self._name}-{number:08d}{self._suffix}"
 
     def scan(self) -> list[SavedCheckpoint]:
-        """Return all checkpoints: damaged, then without a manifest, then others in the order of saving."""
+        """Return all checkpoints: damaged ones, ones without a manifest, then others in order of saving."""
         present = [saved for number in self._numbers() if (saved := self.look(number))]
         return sorted(present, key=lambda saved: (not saved.problem, saved.serial, saved.number))
 
@@ -126,7 +126,7 @@ class CheckpointFiles:
         return saved if _size(present_path(path, saved.token)) is not None else None
 
     def find(self, number: int | None) -> SavedCheckpoint | None:
-        """Return checkpoint ``number``. If it is None, return the last one saved, or None if none exist.
+        """Return checkpoint ``number``. If ``number`` is None, return the last one saved, if there is one.
 
         Raises:
             CheckpointError: Checkpoint ``number`` does not exist or is damaged, or all are damaged.
@@ -144,12 +144,15 @@ class CheckpointFiles:
         damaged = ", ".join(f"{saved.number} ({saved.problem})" for saved in every if saved.problem)
         if result or (number is None and not damaged):
             if damaged and result and number is None:
-                _log.warning("ringdance: reading checkpoint %d. Damaged: %s.", result.number, damaged)
+                _log.warning(
+                    "ringdance: reading checkpoint %d. Skipping damaged checkpoints: %s.",
+                    result.number, damaged,
+                )
             return result
         others = ", ".join(str(saved.number) for saved in every if not saved.problem) or "none"
         raise CheckpointError(
-            f"there is no complete checkpoint{'' if number is None else f' {number}'}. Complete: {others}; "
-            f"damaged: {damaged or 'none'}. Read another one, or remove the damaged files"
+            f"there is no complete checkpoint{'' if number is None else f' {number}'}. Complete: {others}. "
+            f"Damaged: {damaged or 'none'}. Read another checkpoint, or remove the damaged files."
         )
 
     def _checked(self, saved: SavedCheckpoint) -> SavedCheckpoint:
@@ -170,7 +173,7 @@ class CheckpointFiles:
                 return saved._replace(problem=f"{file} cannot be read: {error.strerror}")
             if actual != checksum:
                 if self.look(saved.number) != saved:
-                    raise FileNotFoundError(errno.ENOENT, "another process has replaced it", str(file))
+                    raise FileNotFoundError(errno.ENOENT, "another process has replaced this file", str(file))
                 return saved._replace(problem=f"{file} is damaged: its checksum does not match")
         self._whole.add(saved)
         return saved
@@ -199,7 +202,7 @@ class CheckpointFiles:
             write(partials[0])
             if partials[0].is_dir():
                 shutil.rmtree(partials[0])
-                raise CheckpointError("a checkpoint must be one file, but the function wrote a directory")
+                raise CheckpointError("a checkpoint must be a file, but the function wrote a directory")
             for file in partials[:-1]:
                 sync_path(file)
             sums = tuple(map(file_crc32, partials[:-1]))
@@ -224,7 +227,7 @@ class CheckpointFiles:
                 self._remove(old)
 
     def _claim(self) -> None:
-        """Before the first save, finish or remove the checkpoints that killed writers left behind."""
+        """Finish or remove the checkpoints that killed writers left behind, before the first save."""
         with _naming:
             if self._claimed:
                 return
@@ -242,14 +245,14 @@ class CheckpointFiles:
                     self.path(0).name.replace("0" * 8, "*"), self._directory,
                 )  # fmt: skip
                 return
-            except OSError:  # The file system has no locks. Assume that this is the only writer.
+            except OSError:  # The file system does not support locks. Assume that there is only one writer.
                 pass
             for saved in self.scan():
                 self._finish(saved)
             for path in self._directory.iterdir():
                 match = self._partials.fullmatch(path.name)
                 if match and match["token"] not in tokens:
-                    with contextlib.suppress(OSError):  # For example, the path may be a directory.
+                    with contextlib.suppress(OSError):  # The path may be a directory, for example.
                         path.unlink()
 
     def _finish(self, saved: SavedCheckpoint) -> None:
@@ -279,7 +282,7 @@ def _manifest(path: Path) -> Path:
 
 def partial_path(path: Path, token: str) -> Path:
     """Return a file's temporary path. See Note [Manifests]."""
-    return path.with_name(f".{path.name}.partial-{token}")  # torch.save stores the stem in the file.
+    return path.with_name(f".{path.name}.partial-{token}")  # torch.save stores the stem, so it must not vary.
 
 
 def _size(path: Path) -> int | None:

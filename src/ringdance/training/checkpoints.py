@@ -1,4 +1,4 @@
-"""Checkpoints: written by rank 0 in the background, read by all ranks."""
+"""Checkpoints that rank 0 writes in the background, and that all ranks can read."""
 
 from __future__ import annotations
 
@@ -71,9 +71,7 @@ class Checkpoints:
         self._closed = False
         self._on_rank_zero(lambda: self.directory.mkdir(parents=True, exist_ok=True))
 
-    def save(
-        self, number: int, write: Callable[[Path], Any], table: EmbeddingTable | None = None
-    ) -> None:
+    def save(self, number: int, write: Callable[[Path], Any], table: EmbeddingTable | None = None) -> None:
         """Wait until the previous checkpoint is complete, then write a checkpoint in the background.
 
         Args:
@@ -83,8 +81,8 @@ class Checkpoints:
             table: Table to save in a separate file, with its current values.
 
         Raises:
-            CheckpointError: The previous checkpoint could not be written, or a sharded table, which is
-                written before this call returns, could not be written.
+            CheckpointError: The previous checkpoint, or the sharded table of this one, could not be written.
+                Sharded tables are written before this call returns.
         """
         if (number := operator.index(number)) < 0:
             raise ArgumentError(f"Checkpoints.save({number}): number must not be negative.")
@@ -106,7 +104,7 @@ class Checkpoints:
     def _write(self, number: int, token: str, *writers: Any) -> None:
         try:
             self._files.write(number, token, *writers)
-        except Exception as error:  # Log it: the script may exit before it waits for the last checkpoint.
+        except Exception as error:  # Log it, as the script may exit without waiting for the checkpoint.
             problem = self._not_written(number, error)
             _log.error("ringdance: %s", self._error(problem))
             raise problem from None
@@ -125,10 +123,8 @@ class Checkpoints:
         self._on_rank_zero(result)
 
     def numbers(self) -> list[int]:
-        """Return the numbers of the complete checkpoints, in the order of saving."""
-        return self._on_rank_zero(
-            lambda: [saved.number for saved in self._files.scan() if not saved.problem]
-        )
+        """Return the numbers of all complete checkpoints, in the order in which they were saved."""
+        return self._on_rank_zero(lambda: [saved.number for saved in self._files.scan() if not saved.problem])
 
     def read(
         self, number: int | None = None, table: EmbeddingTable | None = None
@@ -153,7 +149,7 @@ class Checkpoints:
                 with contextlib.suppress(FileNotFoundError):  # Another process has just replaced the file.
                     content = present_path(self._files.path(saved.number), saved.token).read_bytes()
                     return saved, content, None if table is None else self._files.table(saved)
-            raise CheckpointError("other processes keep replacing checkpoints while they are read")
+            raise CheckpointError("cannot read a checkpoint, because other processes keep replacing it")
 
         self.wait()
         for _ in range(_READS):
@@ -172,7 +168,7 @@ class Checkpoints:
                 if problem:
                     raise self._error(problem) from None
                 return saved.number, content
-        raise self._error("other processes keep replacing checkpoints while they are read")
+        raise self._error("cannot read a checkpoint, because other processes keep replacing it")
 
     def close(self) -> None:
         """Wait until the last checkpoint is written, and stop the writer thread."""

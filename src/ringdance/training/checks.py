@@ -27,7 +27,7 @@ _DTYPE_NAMES: dict[np.dtype[Any], str] = {
 
 
 def know_dtypes(framework: Any) -> frozenset[Any]:
-    """Register the dtypes that a framework's module defines, so that requests can use them. Return them."""
+    """Register and return the dtypes that a framework's module defines, so that requests can use them."""
     names = {getattr(framework, name): name for name in _DTYPE_NAMES.values() if hasattr(framework, name)}
     _DTYPE_NAMES.update(names)
     return frozenset(names)
@@ -71,7 +71,7 @@ def describe(
     kind: Collective, dtypes: tuple[np.dtype[Any], ...], shapes: tuple[tuple[int, ...], ...],
     operation: ReduceOp = ReduceOp.SUM, prescale: float = 1.0, postscale: float = 1.0, root: int = -1,
 ) -> Description:
-    """Return the description of a request.
+    """Return a request's properties that must match on all ranks.
 
     Raises:
         ArgumentError: There are no tensors, or a dtype or the operation is not supported.
@@ -95,7 +95,7 @@ def describe(
 def _check_operation(kind: Collective, names: tuple[str, ...], operation: ReduceOp) -> None:
     linear, title = operation in (ReduceOp.SUM, ReduceOp.AVERAGE), operation.name.title()
     if kind is Collective.REDUCESCATTER and not linear:
-        raise UnsupportedOperationError(f"reducescatter supports Sum and Average, not {title}.")
+        raise UnsupportedOperationError(f"reducescatter supports only Sum and Average, not {title}.")
     if not linear and any(name.startswith("complex") for name in names):
         raise UnsupportedOperationError(
             f"Complex tensors can be reduced by Sum and Average, not by {title}. Reduce "
@@ -104,14 +104,16 @@ def _check_operation(kind: Collective, names: tuple[str, ...], operation: Reduce
     if operation is ReduceOp.ADASUM and not _FLOATS.issuperset(names):
         raise UnsupportedOperationError(f"Adasum needs floating-point tensors, got {', '.join(names)}.")
     if operation is ReduceOp.AVERAGE and "bool" in names and kind is not Collective.BROADCAST:
-        raise UnsupportedOperationError("Boolean tensors cannot be averaged. Use Max (any) or Min (all).")
+        raise UnsupportedOperationError(
+            "Boolean tensors cannot be averaged. Use op=hvd.Max (logical or) or op=hvd.Min (logical and)."
+        )
 
 
 def check_size(operation: ReduceOp, size: int) -> None:
     """Raise UnsupportedOperationError if the operation does not work with this number of ranks."""
     if operation is ReduceOp.ADASUM and size & (size - 1):
         raise UnsupportedOperationError(
-            f"Adasum combines ranks in pairs, so their number must be a power of two, but there are {size}. "
+            f"Adasum combines ranks in pairs, so the number of ranks must be a power of two, not {size}. "
             "Start a different number of ranks, or use op=hvd.Average."
         )
 
@@ -120,7 +122,7 @@ def check_gradient(operation: ReduceOp, size: int, where: str) -> None:
     """Raise UnsupportedOperationError if a reduction over several ranks has no gradient."""
     if size > 1 and operation not in (ReduceOp.AVERAGE, ReduceOp.SUM):
         raise UnsupportedOperationError(
-            f"{where}: {operation.name.title()} has no gradient; only Average and Sum do. Use one of these, "
+            f"{where}: {operation.name.title()} has no gradient, so use Average or Sum, "
             "or stop the gradient (x.detach(), tf.stop_gradient(x), jax.lax.stop_gradient(x))."
         )
 
@@ -131,12 +133,12 @@ def is_random_state(variable: Any) -> bool:
 
 
 def is_gradient_sum(variable: Any) -> bool:
-    """Return True if a variable sums gradients in a Keras 3 optimizer. Each rank keeps its own sums."""
+    """Return True if a Keras 3 optimizer sums gradients in a variable. Each rank keeps its own sums."""
     return "gradient_accumulator" in str(getattr(variable, "path", ""))
 
 
 def check_root(root: int, members: tuple[int, ...], name: str | None, set_id: int) -> None:
-    """Raise ArgumentError if the root of a broadcast is not a member of the process set."""
+    """Raise ArgumentError if a broadcast's root is not a member of the process set."""
     if root not in members:
         raise ArgumentError(
             f"broadcast{f' {name!r}' if name else ''}: root rank {root} is not in process set {set_id} with "
@@ -165,7 +167,9 @@ def split_rows(view: Array, splits: Array | None, size: int, name: str, engine: 
         return np.full(size, rows // size, np.int64)
     splits = np.asarray(splits)
     if splits.ndim != 1 or (splits.dtype.kind not in "iu" and splits.size):
-        raise ArgumentError(f"{where}: splits must be a list of integers, got {splits.dtype} {splits.shape}.")
+        raise ArgumentError(
+            f"{where}: splits must be a list of integers, got {splits.dtype} with shape {splits.shape}."
+        )
     if len(splits) != size:
         raise ArgumentError(f"{where}: expected {size} splits, one for each rank, got {len(splits)}.")
     if (splits < 0).any() or int(splits.sum()) > rows:

@@ -59,7 +59,7 @@ class Call:
         grouped: True if the call takes a list of tensors, which are exchanged together.
         equal_splits: True for an alltoall without splits.
         tables: Names of the tables whose rows are reduced. See ``gradients.sparse.submit``.
-        step_mark: Set in the last exchange of a step: the kind of caller that marks the step. See
+        step_mark: Kind of caller that marks the step, in the last exchange of a step; otherwise 0. See
             ``completed``.
         pattern: Gradient reductions only: the text from ``gradients.lists.pattern_of``.
         weights: Weight comparisons only: the texts from ``gradients.weights.call_of``.
@@ -75,10 +75,10 @@ class Call:
     grouped: bool = False
     equal_splits: bool = False
     tables: tuple[str, ...] = ()
-    step_mark: int = 0  # A StepMark as an integer, because hashing Enum members is slow.
+    step_mark: int = 0  # A StepMark, stored as an integer because hashing Enum members is slow.
     pattern: str = ""
     weights: tuple[str, ...] = ()
-    # The last submission's dtypes and shapes, and its description. Comparing them is faster than hashing.
+    # Cached dtypes and shapes of the last submission, with its description. Comparing is faster than hashing.
     _described: list[Any] = field(default_factory=lambda: [None], init=False, repr=False, compare=False)
 
     @property
@@ -172,7 +172,9 @@ class Call:
         try:
             (name or "").encode()
         except UnicodeEncodeError:
-            raise ArgumentError(f"name={name!r} cannot be encoded: it contains a surrogate.") from None
+            raise ArgumentError(
+                    f"name={name!r} cannot be encoded, because it contains a surrogate."
+                ) from None
         described = checks.describe(self.kind, dtypes, shapes, self.operation, *scales, self.root)
         if device == nccl.DEVICE:  # Its results have a fixed shape, so no dimension may differ between ranks.
             described = replace(described, shapes=shapes)
@@ -187,7 +189,7 @@ class Call:
             engine.refuse(request, str(error))
 
     def completed(self) -> None:
-        """Mark the step that ends with this call. Called when its results are available."""
+        """Mark the end of a step if this call ends it. Called when the call's results are available."""
         if self.step_mark:
             session.mark_step(StepMark(self.step_mark))
 
@@ -225,8 +227,8 @@ class Keep(enum.Enum):
     """The part of a backward call's results that is this rank's gradient."""
 
     ALL = enum.auto()
-    OWN_ROWS = enum.auto()  # The rows in each result that match this rank's input to the allgather.
-    ROOT = enum.auto()  # All rows on the root, zeros on the other ranks.
+    OWN_ROWS = enum.auto()  # The rows of each result that correspond to this rank's input to the allgather.
+    ROOT = enum.auto()  # All rows on the root, and zeros on the other ranks.
     PADDED = enum.auto()  # All rows, followed by zeros for the rows that the forward call did not send.
 
 
@@ -294,7 +296,7 @@ def movement(
     kind: Collective, name: str | None, process_set: ProcessSet, grouped: bool = False, root: int = -1,
     equal_splits: bool = False,
 ) -> Call:
-    """Build, from the user's arguments, the call for a collective that moves data without reducing it.
+    """Build the call for a collective that moves data without reducing it, from the user's arguments.
 
     Raises:
         ArgumentError: ``process_set`` is invalid.
@@ -314,7 +316,7 @@ def _refuse_early(call: Call, error: Exception) -> None:
 
 
 _BARRIER = Description(Collective.BARRIER)
-# Methods to call after all ranks have joined. Weak references, so that registration keeps no object alive.
+# Methods to call after all ranks have joined. The references are weak, to keep no object alive.
 _listeners: weakref.WeakKeyDictionary[Engine, list[weakref.WeakMethod[Callable[[], None]]]] = (
     weakref.WeakKeyDictionary()
 )
@@ -327,7 +329,7 @@ def on_join(engine: Engine, method: Callable[[], None]) -> None:
 
 
 def barrier(engine: Engine, set_id: int = 0) -> None:
-    """Return once all members have called this function."""
+    """Block until all members have called this function."""
     members_of(engine, set_id)
     engine.submit(Request(_BARRIER, set_id=set_id), wake=False).wait()
 

@@ -165,7 +165,7 @@ class ObjectState(State):
 
 
 class VariablesState(ObjectState):
-    """A state of variables and plain attributes. Subclasses define how to access a framework's variables."""
+    """A state that consists of a framework's variables, which subclasses access, and plain attributes."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -236,7 +236,7 @@ def run_fn(func: Callable[..., T], reset: Callable[[], Any]) -> Callable[..., T]
             except HostsUpdatedInterrupt as interrupt:  # Raised by scripts that override check_host_updates.
                 skip_sync = interrupt.skip_sync
             except NotInitializedError:
-                raise  # Nothing has failed. The script forgot to call init().
+                raise  # Nothing has failed, but the script forgot to call init().
             except CollectiveError as error:
                 failures.note(error)
                 state.restore()
@@ -288,14 +288,14 @@ def run(func: Callable[..., T]) -> Callable[..., T]:
 class ElasticIndices:
     """Divides the remaining samples of an epoch among the ranks.
 
-    The indices of the data set are shuffled with Python's ``random`` module, seeded with ``seed + epoch``.
+    The indices of the dataset are shuffled with Python's ``random`` module, seeded with ``seed + epoch``.
     The first ``processed_num`` have already been processed. The remaining ones are padded to a multiple of
     the number of ranks, by repeating the first of them, and are distributed round-robin. All ranks compute
     the same order without communication.
 
     Args:
-        length: Number of samples in the data set.
-        shuffle: If False, keep the order of the data set.
+        length: Number of samples in the dataset.
+        shuffle: If False, keep the order of the dataset.
         seed: Seed for shuffling, the same on all ranks.
 
     Attributes:
@@ -363,7 +363,7 @@ def remember(error: BaseException) -> None:
 
 
 def run_translating(func: Callable[..., T], errors: Any) -> Callable[..., T]:
-    """Like ``run``, for a framework that raises its own error classes when a collective fails.
+    """Wrap ``func`` like ``run``, for a framework that raises its own errors when a collective fails.
 
     Args:
         func: Function whose first parameter is a ``State``.

@@ -24,8 +24,8 @@ from ringdance.training.objects import broadcast_object
 
 __all__ = ["EmbeddingTable"]
 
-_CHUNK = 1 << 16  # Number of rows that are initialized, sent, read or written at a time.
-_STEP = 2048  # Number of rows that are updated at a time. They fit in the CPU's cache.
+_CHUNK = 1 << 16  # Number of rows to initialize, send, read or write at a time.
+_STEP = 2048  # Number of rows to update at a time, small enough to fit in the CPU's cache.
 _TINY = np.finfo(np.float32).tiny
 
 _tables: weakref.WeakSet[EmbeddingTable] = weakref.WeakSet()
@@ -161,10 +161,10 @@ class EmbeddingTable:
             self._adagrad(keys[begin : begin + _STEP], summed[begin : begin + _STEP])
 
     def _adagrad(self, keys: Array, gradient: Array) -> None:
-        squares = self.accumulators.take(keys, axis=0)  # take is twice as fast as indexing.
+        squares = self.accumulators.take(keys, axis=0)  # take() is twice as fast as indexing.
         squares += gradient * gradient
         self.accumulators[keys] = squares
-        np.maximum(squares, _TINY, out=squares)  # Avoids 0 / 0 where both the sum and the gradient are 0.
+        np.maximum(squares, _TINY, out=squares)  # Avoids 0 / 0 if both the sum and the gradient are 0.
         np.sqrt(squares, out=squares)
         np.divide(gradient, squares, out=squares)
         squares *= self.rate
@@ -313,7 +313,7 @@ class _Lookup:
         keys: Row numbers, ascending and unique.
         order: Permutation that sorts the keys by the rank that holds the row.
         sent, received: Number of rows that this rank requested from each rank, and each rank from this one.
-        asked: The requested rows that this rank holds, as indices into its part of the table.
+        asked: The rows that ranks requested from this rank, as indices into its part of the table.
     """
 
     order: Array

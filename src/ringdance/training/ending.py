@@ -36,21 +36,21 @@ _REPEATED = re.compile(r"(\S[^:\n]*: )\1+")
 
 
 class Process:
-    """The engine of this process, and how the process ends."""
+    """State of this process: its engine, and how its program ends."""
 
     engine: Engine | None = None
-    comm: Any = None  # the arguments of init()
+    comm: Any = None  # the arguments of the last init()
     transport: tuple[int, Callable[..., Transport]] | None = None
-    pid: int = 0  # 0 before the first init()
+    pid: int = 0  # this process's pid, or 0 before the first init()
     mpi: bool = False
     monitor = RankMonitor()
-    clean: bool = True  # every engine so far has stopped by agreement
+    clean: bool = True  # True while every engine so far has stopped by agreement
     at_init: tuple[Callable[[], None], ...] = ()
     tuner: Autotuner | None = None
-    failed: bool = False  # the program ends with an uncaught exception or a nonzero exit code
+    failed: bool = False  # True if the program is ending with an uncaught exception or a nonzero exit code
     unseen: tuple[Engine | None, Exception] | None = None  # see ``session.note_unseen``
-    # Returns True if this rank has trained. None if that is unknown or was already reported, or if the rank
-    # has reduced something, so that a warning is not needed.
+    # Function that returns True if this rank has trained. None if no warning is needed, because this is
+    # unknown or was already reported, or because the rank has reduced something.
     has_trained: Callable[[], bool] | None = None
 
     def watch(self) -> None:
@@ -108,7 +108,7 @@ class Process:
             finalize(self.clean and not self.failed)
 
     def _end_well(self, engine: Engine) -> None:
-        """Leave the job together with the other ranks. If one of them is still waiting, the job fails."""
+        """Leave the job together with the other ranks. If one of them waits for this rank, the job fails."""
         done = f" after {engine.recorder.steps_text()}"
         self.clean &= engine.shutdown(f"has ended its program{done}", departing=True)
         _warn_of_incomplete(engine)
@@ -135,7 +135,8 @@ class Process:
                     "ringdance: rank 0 has run backward passes, but this job of %d ranks ran no allreduce, "
                     "so no gradients were averaged. To train one model on all ranks, wrap its optimizer: "
                     "optimizer = hvd.DistributedOptimizer(optimizer, ...). Ignore this warning if each rank "
-                    "trains its own model, only rank 0 trains, or other code averages.", engine.size,
+                    "trains its own model, only rank 0 trains, or other code averages the gradients.",
+                    engine.size,
                 )  # fmt: skip
 
     def _after_fork(self) -> None:

@@ -1,4 +1,4 @@
-"""Evaluate predictions over all ranks: top-k accuracy, area under the ROC curve, log-loss."""
+"""Evaluate predictions over all ranks: top-k accuracy, area under the ROC curve, and log-loss."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from ringdance.training.objects import allgather_json
 
 __all__ = ["BinaryScores", "TopK"]
 
-_SAMPLES = 256  # Number of scores that each rank samples, to choose the range of scores for each rank.
-_LEAST = 1e-15  # Probabilities are clipped to this minimum before the logarithm is taken.
+_SAMPLES = 256  # Number of scores that each rank samples, from which the ranks' score ranges are chosen.
+_LEAST = 1e-15  # Minimum to which probabilities are clipped before the logarithm is taken.
 
 
 class TopK:
@@ -58,7 +58,9 @@ class TopK:
             )
         scores, labels = scores[labels >= 0], labels[labels >= 0]
         if labels.size and labels.max() >= scores.shape[1]:
-            raise ArgumentError(f"TopK.add: label {labels.max()} is not one of {scores.shape[1]} classes.")
+            raise ArgumentError(
+                f"TopK.add: label {labels.max()} is out of range for {scores.shape[1]} classes."
+            )
         right = scores[np.arange(len(labels)), labels]
         better = np.count_nonzero(~(scores < right[:, None]), axis=1) - 1  # The correct class does not count.
         self.count += len(labels)
@@ -163,7 +165,7 @@ def _divided(values: Array, counts: Array) -> Array:
 
 
 def _pairs_won_twice(counts: Array) -> int:
-    """Return twice the number of pairs that the positive sample wins, plus the ties. A collective call."""
+    """Return twice the number of pairs won by the positive sample, plus the ties. A collective call."""
     own = [won_twice(counts), *counts.sum(0).tolist()]
     won = lower = 0
     for pairs, positives, negatives in allgather_json(own, "binary_scores.pairs"):

@@ -45,7 +45,7 @@ def poll(handle: int) -> bool:
     """
     _check(handle)
     done = _pending[handle][0].done()
-    if not done:  # The caller may be polling in a loop, which the summary does not count as waiting.
+    if not done:  # The caller may poll in a loop, which the summary does not count as waiting.
         session.engine().summary.polled = True
     return done
 

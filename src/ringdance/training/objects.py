@@ -44,7 +44,7 @@ def broadcast_object(
     """
     engine = session.engine()
     number = set_id(process_set)
-    name = name or "broadcast_object"  # Without the object's type, which may differ between ranks.
+    name = name or "broadcast_object"  # Omits the object's type, which may differ between ranks.
     if engine.size == 1:
         return obj
     is_root = engine.rank == root_rank
@@ -82,16 +82,13 @@ def allgather_json(value: Any, name: str, process_set: ProcessSet = global_proce
     """Return the values of all members in rank order. They are sent as JSON, so tuples become lists."""
 
     def dumps(value: Any) -> bytes:
-        return json.dumps(value, default=operator.index).encode()  # The default converts NumPy integers.
+        return json.dumps(value, default=operator.index).encode()  # ``default`` converts NumPy integers.
 
     return _allgather(value, name, process_set, dumps, lambda data: json.loads(bytes(data)))
 
 
 def _allgather(
-    obj: Any,
-    name: str,
-    process_set: ProcessSet,
-    dumps: Callable[[Any], bytes],
+    obj: Any, name: str, process_set: ProcessSet, dumps: Callable[[Any], bytes],
     loads: Callable[[memoryview], Any],
 ) -> list[Any]:
     engine = session.engine()

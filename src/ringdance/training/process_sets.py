@@ -68,10 +68,10 @@ class ProcessSet:
         return None if self.ranks is None else rank in self.ranks
 
     def __deepcopy__(self, memo: Any) -> ProcessSet:
-        return self  # It is a handle to a set in the job, like a communicator.
+        return self  # Not copied, because it refers to a set in the job, like a communicator.
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"ranks": self.ranks, "mpi_comm": None}  # The id is only valid in this job.
+        return {"ranks": self.ranks, "mpi_comm": None}  # The id is valid only in this job.
 
     def __repr__(self) -> str:
         return (
@@ -151,7 +151,9 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
         MismatchError: The ranks passed different sets. Raised on all ranks.
     """
     if hasattr(process_set, "Get_group") or getattr(process_set, "mpi_comm", None) is not None:
-        raise NotImplementedError("Pass a set made from a communicator to init(process_sets=...) instead.")
+        raise NotImplementedError(
+            "add_process_set() does not accept sets made from a communicator. Pass the set to init()."
+        )
     engine = session.engine()
     # The engine validates the ranks, and makes the other ranks' calls fail if this call is wrong.
     number = engine.add_process_set(
@@ -200,5 +202,5 @@ def bind(process_sets: list[ProcessSet]) -> None:
     for process_set in process_sets:
         ranks = ranks_of(process_set)
         process_set.process_set_id = known.get(ranks)
-        if process_set.process_set_id is None:  # Not registered, or registered in a job that has ended.
-            raise KeyError(f"No process set has the ranks {list(ranks)}. Call add_process_set().")
+        if process_set.process_set_id is None:  # Not registered, or registered in a job that ended.
+            raise KeyError(f"No process set has the ranks {list(ranks)}. Add it with add_process_set().")

@@ -1,4 +1,4 @@
-"""This rank's ring buffer for the host's monitor, and a client if this rank started the monitor."""
+"""A rank's ring buffer for its host's monitor, and the monitor's client on the rank that started it."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ DYNAMIC = "DYNAMIC"
 
 
 class RankMonitor:
-    """Holds the ring and the client. Outlives an engine, and is reused for the next engine."""
+    """Holds the ring buffer and the monitor's client. Outlives an engine, and also serves the next one."""
 
     def __init__(self) -> None:
         self._ring: Ring | None = None
         self._client: MonitorClient | None = None
         self._started = False  # True once an engine has started
-        self._killed = ""  # how this host's monitor was killed; empty if it was not
+        self._killed = ""  # how this host's monitor was killed, or "" if it was not
 
     def prepare(self) -> Ring:
         """Create the ring before the ranks connect, so that the monitor later finds all ranks' rings."""
@@ -63,10 +63,8 @@ class RankMonitor:
             _start_timeline(engine, client)
         if metrics:
             client.metrics(
-                rank=engine.rank,
-                interval=settings.metrics_interval,
-                directory=settings.metrics_dir and os.path.abspath(settings.metrics_dir),
-                anew=first_engine,
+                rank=engine.rank, interval=settings.metrics_interval,
+                directory=settings.metrics_dir and os.path.abspath(settings.metrics_dir), anew=first_engine,
                 address=settings.metrics_port,
             )
         engine.on_check = lambda: self._check(engine)
@@ -94,7 +92,7 @@ class RankMonitor:
         """Start a timeline. Does nothing on ranks other than 0.
 
         Raises:
-            ArgumentError: The setting ``timeline`` is not set. "DYNAMIC" allows this call.
+            ArgumentError: The setting ``timeline`` is not set. Set it to "DYNAMIC" to use this method.
         """
         if not engine.settings.timeline:
             raise ArgumentError(
@@ -124,7 +122,7 @@ def _detail(settings: Settings) -> int:
 
 
 def _start_timeline(engine: Engine, client: MonitorClient) -> None:
-    """Connect the monitors: rank 0's monitor writes the timeline, the others connect to it."""
+    """Connect all monitors to rank 0's monitor, which writes the timeline."""
     settings = engine.settings
     if engine.rank:
         engine.on_monitor = lambda note: client.connect(note["addresses"], note["port"], note["token"])

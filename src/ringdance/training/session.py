@@ -1,7 +1,7 @@
 """The engine of this process, from ``init()`` until Python exits.
 
-Bindings and the training layer get the engine from ``engine()``. The modules below this one have no global
-state.
+Bindings and the training layer get the engine from ``engine()``. The modules that this one imports have no
+global state.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def watch_training(has_trained: Callable[[], bool] | None) -> None:
 
 
 def metrics() -> dict[str, Any]:
-    """Return metrics of this rank. Local and cheap, so it can be called often.
+    """Return metrics of this rank. Can be called often, because it does not communicate.
 
     Returns:
         ``rank``, ``size``, ``host``; ``seconds`` since ``init()``; ``steps``; ``steps_per_second`` since the
@@ -109,7 +109,7 @@ def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False)
 
     Raises:
         NotInitializedError: ``init()`` has not been called.
-        ArgumentError: The setting ``timeline`` is not set. "DYNAMIC" allows this call.
+        ArgumentError: The setting ``timeline`` is not set. Set it to "DYNAMIC" to use this function.
     """
     _process.monitor.start_timeline(engine(), os.fspath(file_path), mark_cycles)
 
@@ -144,8 +144,8 @@ def init(comm: Any = None, transport: tuple[int, Callable[..., Transport]] | Non
         comm: None for all processes that the launcher started, a list of the ranks to include, or an
             mpi4py communicator. Without a launcher, ``[0]`` means a single process, even if a scheduler has
             allocated several hosts.
-        transport: Number of ranks, and function that creates the transport. Needed if MPI does not know the
-            ranks. Kept for later calls.
+        transport: Number of ranks, and function that creates the transport. Needed if the ranks are not
+            MPI processes. Reused by later calls.
 
     Raises:
         LaunchError: The launcher and the MPI library do not match, MPI is missing, or a scheduler
@@ -189,7 +189,7 @@ def _join(comm: Any, transport: tuple[int, Callable[..., Transport]] | None) -> 
         joined = startup.start_with(*transport, settings, _process.monitor)
     _process.engine = joined
     _process.comm, _process.unseen = comm, None
-    with contextlib.suppress(OSError, KeyError):  # for host/site/sitecustomize.py
+    with contextlib.suppress(OSError, KeyError):  # read by host/site/sitecustomize.py
         name = f"joined.{os.environ['RINGDANCE_RANK']}"
         open(os.path.join(os.environ["RINGDANCE_JOB_DIRECTORY"], name), "wb").close()
     _process.monitor.start(joined)

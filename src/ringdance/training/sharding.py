@@ -37,7 +37,7 @@ class Shard:
     it, and their arguments are compared.
 
     Args:
-        length: Number of samples in the data set, the same on all ranks.
+        length: Number of samples in the dataset, the same on all ranks.
         ends: "pad", "drop" or "join": what to do if the samples cannot be divided evenly.
         shuffle: If True, each epoch has a different order.
         seed: Seed for shuffling, 0 to 2**32 - 1, the same on all ranks.
@@ -95,7 +95,7 @@ class Shard:
         return np.arange(start, stop, step, dtype=np.int64)
 
     def span(self) -> tuple[int, int, int]:
-        """Return the start, stop and step of the range of this rank's positions."""
+        """Return this rank's positions as a range: start, stop and step."""
         total = total_of(self.length, self.size, self.ends)
         if self.layout == "strided":
             return self.rank, total, self.size
@@ -118,7 +118,7 @@ class Shard:
         """
         for array in arrays:
             if len(array) != self.length:
-                raise ArgumentError(f"take: an array has {len(array)} rows instead of {self.length}.")
+                raise ArgumentError(f"take(): an array has {len(array)} rows instead of {self.length}.")
         indices = self.indices()
         rows = tuple([array[indices] for array in arrays])
         return rows[0] if len(rows) == 1 else rows
@@ -134,12 +134,12 @@ def shard(
     data: Any, *, ends: str, shuffle: bool = False, seed: int = 0, layout: str = "strided",
     process_set: ProcessSet = global_process_set,
 ) -> Shard:
-    """Return this rank's share of a data set, as indices. See ``Shard``.
+    """Return this rank's share of a dataset, as indices. See ``Shard``.
 
     The result is a PyTorch sampler: ``DataLoader(data, batch_size=32, sampler=hvd.shard(data, ends="pad"))``.
 
     Args:
-        data: Number of samples, or an indexable object such as an array, a list or a PyTorch data set.
+        data: Number of samples, or an indexable object such as an array, a list or a PyTorch dataset.
         ends: "pad", "drop" or "join".
         shuffle: If True, each epoch has a different order.
         seed: Seed for shuffling.
@@ -152,7 +152,7 @@ def shard(
     if not isinstance(data, int | np.integer):
         numbered = hasattr(data, "__getitem__") and hasattr(data, "__len__")
         if not numbered or isinstance(data, str | bytes | tuple | Mapping):
-            kinds = "a data set, a single array (for a tuple or dict of arrays), or the number of samples"
+            kinds = "a dataset, a single array (for a tuple or dict of arrays), or the number of samples"
             raise ArgumentError(f"shard(): a {type(data).__name__} has no numbered samples. Pass {kinds}.")
         data = len(data)
     return Shard(data, ends=ends, shuffle=shuffle, seed=seed, layout=layout, process_set=process_set)
@@ -184,12 +184,14 @@ def check_plan(
     """
     if ends not in ("pad", "drop", "join"):
         raise ArgumentError(
-            f"ends={ends!r}: choose what happens if the samples cannot be divided evenly: 'pad' (some are "
-            "repeated), 'drop' (some are skipped) or 'join' (some ranks have one more, and the "
+            f"ends={ends!r} is invalid. Choose what happens if the samples cannot be divided evenly: 'pad' "
+            "(some are repeated), 'drop' (some are skipped) or 'join' (some ranks have one more, and the "
             "others call join())."
         )
     if ends == "join" and process_set is not global_process_set:
-        raise ArgumentError("ends='join' requires all ranks, like join(). In subsets, use 'pad' or 'drop'.")
+        raise ArgumentError(
+            "ends='join' cannot be used in a process set, as join() involves all ranks. Use 'pad' or 'drop'."
+        )
     if (rank is None) != (size is None):
         raise ArgumentError("Pass both rank and size, or neither.")
     if rank is not None and size is not None:

@@ -1,4 +1,4 @@
-"""The steps of ``init()``: configure logging, start the engine, set variables for child processes."""
+"""The steps of ``init()``: configure logging, start the engine, and set variables for child processes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def configure_log(settings: Settings) -> None:
 
 
 def start_by_mpi(comm: Any, settings: Settings, monitor: RankMonitor) -> Engine:
-    """Start the engine of a rank in a job that MPI knows, or of a single process.
+    """Start the engine of a rank in an MPI job, or of a single process.
 
     Args:
         comm: The argument of ``init()``.
@@ -90,7 +90,7 @@ def start_by_mpi(comm: Any, settings: Settings, monitor: RankMonitor) -> Engine:
 def start_with(
     size: int, make_transport: Callable[..., Transport], settings: Settings, monitor: RankMonitor
 ) -> Engine:
-    """Start the engine of one of ``size`` ranks that MPI does not know."""
+    """Start the engine of one of ``size`` ranks that are not MPI processes."""
     monitor.prepare()
     transport = make_transport(**_transport_arguments(settings, size))
     return Engine(transport, settings, report=_log.warning, ring=monitor.ring(settings))
@@ -100,7 +100,7 @@ def _check_hosts(size: int) -> None:
     """Check that the launcher or scheduler provides only the ``size`` ranks that run on this host.
 
     Raises:
-        LaunchError: MPI does not know all processes or hosts. The others would train separately or stay idle.
+        LaunchError: Some processes or hosts are not in the MPI job. They would train separately or stay idle.
     """
     if "RINGDANCE_JOB" in os.environ:
         return
@@ -110,7 +110,7 @@ def _check_hosts(size: int) -> None:
     if not launched and os.environ.get("WORLD_SIZE", "") not in ("", "0", "1"):
         raise LaunchError(
             f"RANK={os.environ.get('RANK')} and WORLD_SIZE={os.environ['WORLD_SIZE']} were set by torchrun, "
-            "but MPI does not know torchrun's processes, so each would train on its own. Start them with "
+            "but its processes do not form an MPI job, so each would train on its own. Start them with "
             '`ringdance run -np N python SCRIPT`, or call init_process_group("ringdance") before '
             f"hvd.init(). {_ONE_PROCESS}"
         )
@@ -158,7 +158,7 @@ def export_ranks(engine: Engine) -> None:
 
 
 def mark_children(engine: Engine, by_mpi: bool) -> None:
-    """Mark the environment so that child processes know that they are not this rank.
+    """Mark the environment so that child processes can detect that they are not this rank.
 
     Child processes inherit the variables. Processes that a launcher starts for another job get new values.
     """
@@ -177,8 +177,8 @@ class ParentRank:
 
     Attributes:
         pid: The rank's process ID.
-        place: Its ``rank``, ``size``, ``local_rank`` and so on, by name.
-        launch: Variables that the rank's launcher set. In processes of another launch, their values differ.
+        place: The rank's ``rank``, ``size``, ``local_rank`` and so on, by name.
+        launch: Variables set by the rank's launcher. Their values differ from one launch to the next.
     """
 
     pid: int

@@ -362,7 +362,7 @@ def test_local_layers_and_process_sets_are_refused(tmp_path: Path) -> None:
     for net, optimizer in zip(nets, (local, hvd.DistributedOptimizer(sgd(), process_set=first)), strict=True):
         net.compile(optimizer, "mse")
         net.save(tmp_path / "model.keras")
-        with pytest.raises(ArgumentError, match="in the same way as before"):
+        with pytest.raises(ArgumentError, match="again with the same arguments"):
             hvd.load_model(tmp_path / "model.keras")
     hvd.remove_process_set(first)
 

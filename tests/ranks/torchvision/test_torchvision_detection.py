@@ -266,7 +266,7 @@ def test_its_parameters_are_those_of_torchvision(recipe: Any, tmp_path: Path) ->
     assert named["backbone.body.layer2.0.conv1.weight"].requires_grad
     saved = torch.load(tmp_path / "body.pt")["layer2.0.conv1.weight"]
     assert torch.equal(named["backbone.body.layer2.0.conv1.weight"], saved)
-    with pytest.raises(SystemExit, match=r"--weights .*body.pt: \d+ of its entries belong to another model"):
+    with pytest.raises(SystemExit, match=r"--weights .*body.pt: \d+ entries belong to another model"):
         recipe.load_weights(made, str(tmp_path / "body.pt"), "--weights", head)
     with pytest.raises(SystemExit, match=r"--weights .*nowhere: No such file"):
         recipe.load_weights(made, str(tmp_path / "nowhere"), "--weights", head)
@@ -283,7 +283,7 @@ def test_what_cannot_be_read_is_named(
 ) -> None:
     with pytest.raises(SystemExit, match="--backbone resnet51_fpn is unknown"):
         run(recipe, monkeypatch, photos, "--backbone", "resnet51_fpn")
-    with pytest.raises(SystemExit, match=r"No such file.*nothing2017"):
+    with pytest.raises(SystemExit, match=r"nothing2017\.json does not exist"):
         run(recipe, monkeypatch, photos, "--split", "nothing2017")
     table = recipe.Coco(photos, "train2017", False, True).table
     objects, images = table["annotations"], table["images"]
@@ -297,14 +297,14 @@ def test_what_cannot_be_read_is_named(
         "unknown category_id 5": {"annotations": [{**objects[0], "category_id": 5}]},
         "not subscriptable": {"images": [1]},
         "division by zero": {"images": [{**images[0], "height": 0}]},
-        "occurs twice": {"images": [*images, images[0]]},
+        "image ids must be unique": {"images": [*images, images[0]]},
     }.items():
         changed(photos, "bad", **parts)
         with pytest.raises(SystemExit, match=f"annotations are malformed.*{told}"):
             run(recipe, monkeypatch, photos, "--split", "bad")
     bare = [{name: value for name, value in object_.items() if name != "segmentation"} for object_ in objects]
     changed(photos, "bare", annotations=bare)
-    with pytest.raises(SystemExit, match="no segmentation, which maskrcnn needs"):
+    with pytest.raises(SystemExit, match="no segmentation, which --model maskrcnn requires"):
         run(recipe, monkeypatch, photos, "--model", "maskrcnn", "--validation-split", "bare")
     changed(photos, "renamed", categories=[{"id": 3, "name": "box"}, {"id": 8, "name": "square"}])
     with pytest.raises(SystemExit, match="category 3 has another name in renamed than in train2017"):

@@ -51,7 +51,7 @@ def test_number_of_processes(words, ranks):
 
 def test_ranks_have_horovods_time_to_end():
     assert order("-np", "2").grace == 5.0
-    with pytest.raises(LaunchError, match=r"--grace -1: it must be 0 seconds or more"):
+    with pytest.raises(LaunchError, match=r"--grace must be at least 0 and less than 1e9 seconds, got -1"):
         JobSpec(["x"], ranks=1, grace=-1.0).resolved()
 
 
@@ -60,9 +60,9 @@ def test_ranks_have_horovods_time_to_end():
     [
         (["-np", "5", "-H", "localhost:4"], "-np 5 needs 5 slots, but the hosts given have 4"),
         (["-np", "5", "--min-np", "5", "-H", "localhost:4"], "-np 5 needs 5 slots"),
-        (["-np", "2", "-H", "localhost"], "not HOST:SLOTS"),
+        (["-np", "2", "-H", "localhost"], "form HOST:SLOTS"),
         (["-np", "2", "-H", "no-such-host.invalid:2"], "host no-such-host.invalid: ssh cannot connect"),
-        ([], "specify -np N"),
+        ([], "Specify -np N"),
     ],
 )
 def test_sizes_and_hosts_that_cannot_be(words, message):
@@ -95,7 +95,7 @@ def test_hosts_of_a_discovery_script(tmp_path, text, more, found):
     ("text", "message"),
     [
         ("echo localhost\n", "pass --slots-per-host"),
-        ("echo a:b:c\n", "not HOST:SLOTS"),
+        ("echo a:b:c\n", "form HOST:SLOTS"),
         ("echo broken >&2; exit 3\n", "exit code 3: broken"),
         ("", "prints no host"),
     ],

@@ -78,7 +78,7 @@ def test_a_wrong_change_of_sets_on_all_ranks() -> None:
         return [*results, attempt(lambda: engine.add_process_set([0]))]
 
     for results in job(2, program):
-        assert all("A process set must contain at least one" in text for text in results[:3])
+        assert all("A process set must have at least one" in text for text in results[:3])
         assert results[3] == "1"
 
 

@@ -63,7 +63,7 @@ def test_integers_of_any_sign_and_bytes_of_any_length():
     image = bytes(70_000)
     parsed = tfrecord.parse(tfrecord.encode(features, "z", image) + image)
     assert {name: value for name, (value, _) in parsed.items()} == features | {"z": image}
-    with pytest.raises(ArgumentError, match=r"hold a tf\.train\.Example"):
+    with pytest.raises(ArgumentError, match=r"contain a tf\.train\.Example"):
         tfrecord.parse(b"not a protocol buffer")
 
 

@@ -307,7 +307,7 @@ else:
     loader.close()
     os._exit(0)
 """)
-    assert output == "10\nA forked process cannot continue this iteration. Start a new one there.\n10 9\n"
+    assert output == "10\nA forked process cannot continue its parent's iteration. Start a new one.\n10 9\n"
 
 
 def test_a_file_that_opens_slowly_holds_up_no_other() -> None:
@@ -501,9 +501,9 @@ def test_sixteen_bits_are_scaled_and_transparent_pixels_are_white() -> None:
     palette.putpalette([200, 40, 90])
     decode_into(out, encoded(palette, "PNG", transparency=0))
     assert (out == 255).all()
-    with pytest.raises(ArgumentError, match="no known range"):
+    with pytest.raises(ArgumentError, match="unknown range"):
         decode_into(out, encoded(np.full((30, 40), 0.5, np.float32), "TIFF"))
-    with pytest.raises(ArgumentError, match=r"cannot be decoded \(not an image format that Pillow knows\)"):
+    with pytest.raises(ArgumentError, match=r"cannot be decoded \(Pillow cannot identify the image format\)"):
         decode_into(out, b"<html>404")
 
 
@@ -550,7 +550,7 @@ def test_wrong_arguments() -> None:
         with pytest.raises(ArgumentError):
             Loader(data, **options)
     loader = Loader(data, 1)
-    with pytest.raises(ArgumentError, match="has only 3 samples"):
+    with pytest.raises(ArgumentError, match="for a data set of 3 samples"):
         loader.set_epoch(0, 4)
 
 

@@ -224,7 +224,7 @@ INDEXED: dict[str, tuple[Make, int, int, tuple[str, ...]]] = {
         ),
         0,
         2,
-        ("train-0.tar", "tars joined"),
+        ("train-0.tar", "tars were joined"),
     ),
     "gzipped": (
         both(GOOD, lambda root: tar(root / "train-1.tar.gz", ("c.jpg", JPG), mode="w:gz")),
@@ -285,7 +285,7 @@ INDEXED: dict[str, tuple[Make, int, int, tuple[str, ...]]] = {
         ),
         1,
         3,
-        ("left out 1 sample", "no label", "0.5", "not hold a tf.train.Example"),
+        ("left out 1 sample", "no label", "0.5", "not contain a tf.train.Example"),
     ),
     "records of something else": (records(record(1, None)), 0, 2, ("train.tfrecord", "no image", "label")),
     "a wrong checksum": (
@@ -344,7 +344,7 @@ def test_index_of_files_in_directories(tmp_path: Path, capfd: pytest.CaptureFixt
     assert main(["index", str(tmp_path), "--files", "*/*.tar"]) == 0
     assert Dataset.open(tmp_path, "validation").read(0) == JPG
     assert main(["index", str(tmp_path), "--files", "/*.tar"]) == 2
-    assert "Use a pattern of names" in capfd.readouterr().err
+    assert "Use a pattern that is relative to" in capfd.readouterr().err
 
 
 def images(*names: str) -> Make:

@@ -66,6 +66,6 @@ def test_the_command_writes_these_rows(tmp_path, capsys):
     best = auc(whole.probabilities[:2700], whole.labels[:2700])
     assert f"AUC of the true probabilities {best:.5f}" in capsys.readouterr().out
     assert cli.main(words) == 2
-    assert "--overwrite replaces it" in capsys.readouterr().err
+    assert "Use --overwrite to replace it" in capsys.readouterr().err
     assert cli.main([*words, "--overwrite"]) == 0
     assert not (tmp_path / "validation.json").exists()

@@ -166,7 +166,7 @@ def test_unusual_images_are_converted_and_broken_ones_listed(tmp_path, capfd):
     assert prepare(tmp_path / "src", tmp_path / "dst", "--max-broken", 2) == 2
     assert "too many broken items: 3 of 21 images of train" in capfd.readouterr().err
     assert not (tmp_path / "dst/train.json").exists()
-    for _ in ("written", "complete since an earlier run"):
+    for _ in ("written", "already complete"):
         assert prepare(tmp_path / "src", tmp_path / "dst", "--max-broken", 3) == 3
     lines = [line.split("\t") for line in (tmp_path / "dst/train.problems.tsv").read_text().splitlines()]
     assert {(kind, name.partition("/")[2]) for kind, name, _ in lines} == {
@@ -240,7 +240,7 @@ def test_an_image_that_changed_at_equal_size_is_noticed(tmp_path, capfd):
     capfd.readouterr()
     assert prepare(tmp_path / "src", tmp_path / "dst", "--shards", 3) == 0
     stderr = capfd.readouterr().err
-    assert "train: files with its images were changed or copied again since\ntrain: complete since" in stderr
+    assert "train: files with its images were changed or copied again since\ntrain: already" in stderr
     (tmp_path / "dst/train.json").unlink()  # as if the run had been interrupted
     assert prepare(tmp_path / "src", tmp_path / "dst", "--shards", 3) == 2
     assert "started differently. Now: files with its images were changed or copied" in capfd.readouterr().err
@@ -271,9 +271,9 @@ def test_errors_say_what_to_do(tmp_path, capfd):
     assert "no images found. Looked for class directories" in refused()
     class_directories(tmp_path / "src/train")
     flat_validation(tmp_path / "src/val")
-    assert "no labels for them. Looked for LOC_val_solution.csv" in refused()
+    assert "no label file was found. Looked for LOC_val_solution.csv" in refused()
     (tmp_path / "labels.txt").write_text("1\n2\n3\n1\n2\n3\n")
-    assert "are not labels. Use imagenet_2012" in refused("--labels", tmp_path / "labels.txt")
+    assert "do not match the labels here. Use imagenet_2012" in refused("--labels", tmp_path / "labels.txt")
     (tmp_path / "labels.txt").write_text("n01440764\n")
     assert "has 1 labels, but there are 6 images" in refused("--labels", tmp_path / "labels.txt")
     assert "train has 12 images. Use 1 to 12." in refused("--split", "train", "--shards", 13)
@@ -543,7 +543,7 @@ def test_a_tar_that_was_cut_is_named(tmp_path, capfd, layout):
         path = tmp_path / "src/train" / f"{CLASSES[1]}.tar"
     path.write_bytes(path.read_bytes()[:900])
     assert prepare(tmp_path / "src", tmp_path / "dst", "--split", "train") == 2
-    assert f"{path}: unexpected end of data. Is the download complete?" in capfd.readouterr().err
+    assert f"{path} is damaged or incomplete: unexpected end of data" in capfd.readouterr().err
 
 
 def test_records_of_others_whose_classes_have_no_name(tmp_path):

@@ -207,9 +207,9 @@ def test_broken_lines_are_named(tables, tmp_path):
     assert svm(b"1 3:1") == pairs + "1 pairs"
     assert svm(b"1 3:1 4:1 5:1") == pairs + "3 pairs"
     assert svm(b"1 3:1 4:y") == "libsvm, line 301: column value 2: invalid value 'y'"
-    beyond = "is beyond the table: expected 0 to 100002"
-    assert svm(b"1 3:1 100004:1") == f"libsvm, line 301: id 100003 (from 0) {beyond}"
-    assert svm(b"1 0:1 2:1") == f"libsvm, line 301: id -1 (from 0) {beyond}"
+    beyond = "is out of range: expected 0 to 100002"
+    assert svm(b"1 3:1 100004:1") == f"libsvm, line 301: id 100003 (numbered from 0) {beyond}"
+    assert svm(b"1 0:1 2:1") == f"libsvm, line 301: id -1 (numbered from 0) {beyond}"
     assert svm(b"1 5:1 2:nan") == "libsvm, line 301: a value is not a finite number"
 
 
@@ -224,11 +224,11 @@ def test_broken_records_are_named(tables, tmp_path):
     text = broken(tmp_path, "tfrecord", records + record)
     assert text.startswith("tfrecord, record 301: expected a tf.train.Example with label (one number), ids")
     (tmp_path / "short.tfrecord").write_bytes(records[:-7])
-    with pytest.raises(ArgumentError, match=r"short.tfrecord: the last record does not end at byte \d+"):
+    with pytest.raises(ArgumentError, match=r"short.tfrecord: its last record does not end at byte \d+"):
         Table.open(tmp_path / "short.tfrecord", table_size=SIZE)
     rows.ids[299, 3] = SIZE
     text = broken(tmp_path, "rows", header(300, dtype(39)) + rows.packed().tobytes())
-    assert text == "npy, row 300: id 100003 (from 0) is beyond the table: expected 0 to 100002"
+    assert text == "npy, row 300: id 100003 (numbered from 0) is out of range: expected 0 to 100002"
 
 
 def test_damaged_records_end_in_an_error_or_in_rows(tables):
@@ -258,7 +258,7 @@ def test_files_that_do_not_fit_their_index(tables, tmp_path):
         Table.open(table.path, "libsvm", table_size=7)
     with pytest.raises(ArgumentError, match=r"split 'test' \(test.json is missing\). Existing splits: csv,"):
         Table.open(table.path, "test")
-    with pytest.raises(ArgumentError, match=r"raw.csv does not have an index .*\. Pass table_size="):
+    with pytest.raises(ArgumentError, match=r"raw.csv is a file without an index\. Pass table_size="):
         Table.open(table.path / "raw.csv")
     copy = tmp_path / "copy"
     shutil.copytree(table.path, copy)
@@ -268,7 +268,7 @@ def test_files_that_do_not_fit_their_index(tables, tmp_path):
     with pytest.raises(ArgumentError, match=f"{len(data) - 5} bytes, but its index says {len(data)}"):
         Table.open(copy, "libsvm").read(np.arange(3))
     first.write_bytes(data.replace(b"\n", b" ", 1))
-    with pytest.raises(ArgumentError, match="hold 255 rows, but the index says otherwise"):
+    with pytest.raises(ArgumentError, match="contain 255 rows, which does not match the index"):
         Table.open(copy, "libsvm").read(np.arange(3))
     first.unlink()
     with pytest.raises(ArgumentError, match="No such file"):

@@ -33,7 +33,7 @@ def test_hosts(text: str, hosts: list[tuple[str, int]]) -> None:
 @pytest.mark.parametrize(
     ("entry", "hint"),
     [
-        ("fe80::1:4", r"Write \[fe80::1\]:4, or \[fe80::1:4\] for an address only"),
+        ("fe80::1:4", r"Write \[fe80::1\]:4, or \[fe80::1:4\] if it has no slots"),
         ("me@h1:2", 'Pass the user to ssh: h1:2 with --ssh-args="-l me"'),
         ("me@h1", 'Pass the user to ssh: h1 with --ssh-args="-l me"'),
     ],

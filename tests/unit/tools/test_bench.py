@@ -88,7 +88,7 @@ def test_rows_are_called_rows_and_get_their_own_advice() -> None:
     speeds = {"loader": slow, "step": fast, "both": slow}
     assert "rows/s" in table(speeds)
     verdict = judge(speeds)
-    assert "the loader alone gives 100.0 rows/s" in verdict.sentence
+    assert "the loader alone delivers 100.0 rows/s" in verdict.sentence
     assert "--format rows" in verdict.next_step
     assert "image" not in f"{verdict.sentence} {verdict.next_step}"
 
@@ -106,7 +106,7 @@ def test_the_command_and_the_ranks_know_the_same_mark() -> None:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        (["input"], "the command is missing"),
+        (["input"], "the training command is missing"),
         (["input", "--seconds", "0", "--", "true"], "greater than 0"),
         (["inptu", "--", "true"], "did you mean input?"),
         (["input", "-np", "1", "--", "true"], "hvd.watch_input(loader)"),

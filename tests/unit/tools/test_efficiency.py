@@ -83,7 +83,7 @@ def test_json_and_a_plot(script, capsys, tmp_path):
     ("words", "message"),
     [
         (["--hosts", "2,0"], "'2,0' is not a list of positive integers"),
-        (["--hosts", "2,99999999999"], "799,999,999,992 ranks: up to 1,000,000"),
+        (["--hosts", "2,99999999999"], "799,999,999,992 ranks. The maximum is 1,000,000"),
         (["--step", "inf"], "inf: must be a finite number greater than 0"),
         (["--ranks-per-host", "x"], "invalid int value: 'x'"),
         (["--gbits", "inf"], "inf: must be a finite number greater than 0"),

@@ -19,9 +19,9 @@ def test_operations_of_one_label_are_told_apart() -> None:
         explain._Rank(rank, "node1", rank + 7, 3, "job", "9 steps", "gradients of w", 3.0, operation=name)
         for rank, name in enumerate(names)
     ]
-    assert explain._culprit(ranks[:2], []).startswith("All ranks here wait for 'gradients of w'")
+    assert explain._culprit(ranks[:2], []).startswith("All ranks here are waiting for 'gradients of w'")
     assert explain._culprit(ranks, []) == (
-        "The ranks wait for different operations: rank 2 on host node1 (pid 9) for 'gradients of w' "
+        "Ranks are waiting for different operations: rank 2 on host node1 (pid 9) for 'gradients of w' "
         "(tape.2a.0); the others for 'gradients of w' (tape.1f.0)."
     )
 

@@ -30,7 +30,7 @@ from ringdance.tools.plan.planner import (
 )
 from ringdance.tools.plan.simulator import expected_largest
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "howto" / "troubleshooting" / "plan.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "explanation" / "plan.md"
 IMAGES = 1281167
 INSTANCES = {  # as the page describes them
     "p100": "cores = 32\ngbits = 25\ngpus = 4\n",
@@ -311,13 +311,13 @@ KNOWN = ("--model", "resnet50", "--images-per-second", "395", *COMMON)
         (("--from", "{bench}", *COMMON), "was measured on CPUs"),
         ((*KNOWN, "--ranks-per-host", "32"), "p3.16xlarge has 8 GPUs, and each rank needs one"),
         ((*KNOWN, "--samples", "9"), "--samples and --price need --epochs N"),
-        (("--from", "{bench}", "--instance", "c5.9xlarge", "--epochs", "9"), "no usual number of samples"),
+        (("--from", "{bench}", "--instance", "c5.9xlarge", "--epochs", "9"), "for small is not known"),
         (("--from", "{bench}", "--instance", "c5.9xlarge", "--of", "2"), "--of 2 needs the total rate"),
         (("--model", "vgg16", "--images-per-second", "9e6", "--of", "16", *COMMON), "exchanges alone take"),
         (("--from", "{bench}", "--instance", "c5.9xlarge", "--batch", "8"), "train --model small --batch 8"),
         (("--from", "{other}", "--instance", "c5.9xlarge"), "not a measurement"),
         (("--from", "nowhere.json", "--instance", "c5.9xlarge"), "No such file"),
-        ((*KNOWN, "--np", "99999999999"), "100,000,000,000 ranks: up to 1,000,000"),
+        ((*KNOWN, "--np", "99999999999"), "100,000,000,000 ranks. The maximum is 1,000,000"),
         ((*KNOWN[:4], "--instance", "nowhere.toml"), "No such file"),
     ],
 )
@@ -358,7 +358,7 @@ def test_numbers_that_cannot_be_are_no_measurement(
     ("text", "said"),
     [
         ("cores = 4", "gbits is missing"),
-        ("cores = 4\ngbits = 0", "gbits is 0; expected a number more than 0"),
+        ("cores = 4\ngbits = 0", "gbits is 0; expected a number greater than 0"),
         ("cores = 4.5\ngbits = 1", "cores is 4.5; expected a whole number"),
         ("cores = 4\ngbits = 1\nprise = 2", "'prise' is not a field of a machine type. The fields are cores"),
         ("cores = 4\ngbits = 1\nrdma = 7", "expected true or false"),
@@ -402,7 +402,7 @@ def test_advice_far_beyond_the_measurement_says_so(bench: Path, capsys: pytest.C
         assert plan_cli.main([*words, "--epochs", "1", "--deadline", deadline, "--json"]) == 0
         plan = json.loads(capsys.readouterr().out)
         assert (plan["best"]["ranks"] > 64) == far
-        assert ("times the ranks measured. Measure on more." in plan["verdict"]) == far
+        assert ("times the ranks measured. Measure on more ranks." in plan["verdict"]) == far
 
 
 def test_what_was_measured_beside_other_programs_is_no_advice(
@@ -424,7 +424,7 @@ def test_a_workload_scales_as_a_whole() -> None:
 
 
 def test_a_plan_is_compared_with_what_was_measured(bench: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(PAGE.parents[3] / "benchmarks"))
+    monkeypatch.syspath_prepend(str(PAGE.parents[2] / "benchmarks"))
     rows = __import__("plan_check").rows(bench, bench, 100.0, 1)
     assert [(row["ranks"], row["measured"], row["slower_alone"]) for row in rows] == [(2, 0.11, 2.0)]
     assert rows[0]["ratio"] == pytest.approx(rows[0]["predicted"] / 0.11)
@@ -470,7 +470,7 @@ def test_more_hosts_than_a_run_has(tmp_path: Path, capsys: pytest.CaptureFixture
     (tmp_path / "two.toml").write_text("cores = 2\ngbits = 25\ngpus = 2\nrdma = true\n")
     words = ["--from", run, "--instance", str(tmp_path / "two.toml"), "--np", "4,8", "--json"]
     assert plan_cli.main(words) == 2
-    assert "needs the samples per rank and step: --batch N" in capsys.readouterr().err
+    assert "needs the samples per rank and step. Pass --batch N" in capsys.readouterr().err
 
     def gain(gbits: str) -> float:
         assert plan_cli.main([*words, "--batch", "32", "--gbits", gbits]) == 0

@@ -103,7 +103,7 @@ def test_who_hardly_uses_a_core_is_not_slowed_by_other_programs(
     run = read_run(write(tmp_path, exposed, cores=cores, host_cpu=99.0, host_cores=4))
     verdict = judge(run)
     assert verdict.bound == bound
-    assert ("Or they wait for cores: other programs use" in verdict.sentence) is (bound == "input")
+    assert ("They may be waiting for cores: other programs use" in verdict.sentence) is (bound == "input")
 
 
 def test_the_page_is_well_formed_and_escaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -184,11 +184,11 @@ def test_what_is_missing_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "--output-filename" in capsys.readouterr().err
     (tmp_path / "empty" / "rank.0").mkdir()  # --output-filename creates this directory
     assert report.main([str(tmp_path / "empty")]) == 2
-    assert ": its ranks have not called hvd.init()" in capsys.readouterr().err
+    assert ": its ranks have not completed a call to hvd.init()" in capsys.readouterr().err
     stderr = "Traceback (most recent call last):\n...\nModuleNotFoundError: No module named 'torchvision'\n\n"
     (tmp_path / "empty" / "rank.0" / "stderr").write_text(stderr)
     assert report.main([str(tmp_path / "empty")]) == 2
-    last = "No module named 'torchvision'\". If that is not the reason, its ranks have not called hvd.init()"
+    last = "No module named 'torchvision'\". If that is not the reason, its ranks have not completed"
     assert f"a rank's stderr ends with \"ModuleNotFoundError: {last}" in capsys.readouterr().err
     still = tmp_path / "still"
     write(still, [0.1])
@@ -218,7 +218,7 @@ def test_lines_that_are_no_samples_are_named(
     file = write(tmp_path / "run", [0.1]) / "metrics-0.jsonl"
     cut = len(file.read_text().splitlines())
     assert report.main([str(file.parent)]) == 0
-    assert capsys.readouterr().err == f"ringdance report: line {cut} of {file} is truncated and is skipped\n"
+    assert capsys.readouterr().err == f"ringdance report: skipping truncated line {cut} of {file}\n"
     if line.startswith('"'):
         line = f"{file.read_text().partition('}')[0]}, {line}}}"
     file.write_text(f"{line}\n{file.read_text()}")

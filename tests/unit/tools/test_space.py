@@ -157,8 +157,8 @@ def test_values_of_a_growing_file(
 
 def test_a_trial_without_a_value_says_where_none_was(tmp_path: Path) -> None:
     for objective, message in [
-        ({"line": r"loss (\S+)"}, r"no objective was found by loss (\S+)"),
-        ({}, "no objective was found by ringdance.report"),
+        ({"line": r"loss (\S+)"}, r"no value of objective was found by loss (\S+)"),
+        ({}, "no value of objective was found by ringdance.report"),
     ]:
         assert (
             Reader(parse_space(GOOD | {"objective": objective}).objective, tmp_path / "file").result()[1]

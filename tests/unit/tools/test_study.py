@@ -130,7 +130,7 @@ def test_one_searcher_at_a_time_and_one_space(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match=r"belongs to another search space: .*10\.0.* not .*9\.0"):
         Study(tmp_path, other)
     (tmp_path / "journal.log").write_text("{}\n")
-    with pytest.raises(LaunchError, match=r"journal\.log is damaged or not from"):
+    with pytest.raises(LaunchError, match=r"journal\.log is damaged, or was not written by"):
         Study(tmp_path)
 
 
@@ -182,7 +182,7 @@ def test_samplers_that_end_by_themselves_or_lack_a_module(
 def test_other_files_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "trials" / "0000").mkdir(parents=True)
     (tmp_path / "journal.log").write_text("no end of line")
-    with pytest.raises(LaunchError, match="has other files and is not a study"):
+    with pytest.raises(LaunchError, match="contains other files and is not a study"):
         Study(tmp_path, space())
     assert (tmp_path / "journal.log").read_text() == "no end of line"
     assert {path.name for path in tmp_path.iterdir()} == {"trials", "journal.log"}
@@ -254,7 +254,7 @@ def test_a_study_whose_maker_was_killed_at_once_is_named(tmp_path: Path) -> None
     lines = journal.read_text().splitlines(keepends=True)
     journal.write_text("".join(line for line in lines if "definition" not in line))
     study._lock.close()
-    with pytest.raises(LaunchError, match=r"journal\.log is damaged or not from"):
+    with pytest.raises(LaunchError, match=r"journal\.log is damaged, or was not written by"):
         Study(tmp_path)
     assert Study(tmp_path, space()).space == study.space
     assert Study(tmp_path).space == parse_space(study.space.definition())

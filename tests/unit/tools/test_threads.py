@@ -61,7 +61,7 @@ def test_a_command_is_tried_and_the_line_to_use_shown(
     assert main(line) == 0
     assert time.monotonic() - start < 300  # trial 4 was stopped
     out, err = capfd.readouterr()
-    assert "do not divide 7: [2] ranks per host" in err
+    assert "Skipping [2] ranks per host: 7 cannot be divided among them." in err
     no_number, failed = [text for text in out.splitlines() if text.startswith("failed: ")]
     assert "intra-op 2" in no_number
     assert "no steps counted" in no_number

@@ -131,7 +131,7 @@ def test_not_initialized() -> None:
 
 def test_process_sets_of_init() -> None:
     hvd.shutdown()
-    with pytest.raises(ValueError, match="differ"):
+    with pytest.raises(ValueError, match="already exists"):
         hvd.init(process_sets=[hvd.ProcessSet([0])])  # equal to the global process set
     with pytest.raises(ValueError, match="dynamic"):
         hvd.init(process_sets="static")

@@ -149,8 +149,8 @@ def test_a_result_is_used_again(tmp_path: Path, capsys: Any) -> None:
         ({"digest": "0"}, "different names or shapes of the gradients"),
         ("chunk_bytes: 5", "not valid JSON"),
         ("[" * 1_000_000, "not valid JSON"),
-        ('{"ringdance_tuned": 1, "job": {}, "values": {"threads": 0}}', "threads is 0; expected a number"),
-        ('{"ringdance_tuned": 1, "job": {}, "values": {"overlap": 7}}', "overlap is 7; expected"),
+        ('{"ringdance_tuned": 1, "job": {}, "values": {"threads": 0}}', "threads is 0, expected a number"),
+        ('{"ringdance_tuned": 1, "job": {}, "values": {"overlap": 7}}', "overlap is 7, expected"),
     ],
 )
 def test_a_result_of_another_job_is_refused(

@@ -187,7 +187,10 @@ def test_different_steps_raise_on_all_ranks(case: tuple[str, str | None]) -> Non
         return str(raised.value).split("is in step ")[1].split(". ")[0]
 
     messages = job(size, program, hosts=hosts)
-    assert set(messages) == {"247, the ranks are in 0, 7 (modulo 8)", "0, the ranks are in 0, 7 (modulo 8)"}
+    assert set(messages) == {
+        "247, and ranks are at different steps: 0, 7 (modulo 8)",
+        "0, and ranks are at different steps: 0, 7 (modulo 8)",
+    }
 
 
 def test_ranks_that_have_joined_are_in_no_step() -> None:

@@ -122,7 +122,7 @@ def test_rows_of_arrays() -> None:
         ({"rank": 2}, "rank=2 is out of range for 2 ranks"),
         ({"rank": -1}, "rank=-1"),
         ({"size": None}, "both rank and size"),
-        ({"ends": "join", "process_set": ProcessSet([0])}, "In subsets, use 'pad' or 'drop'"),
+        ({"ends": "join", "process_set": ProcessSet([0])}, "involves all ranks. Use 'pad' or 'drop'"),
     ],
 )
 def test_wrong_arguments(options: dict[str, object], message: str) -> None:

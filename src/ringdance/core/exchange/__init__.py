@@ -13,7 +13,7 @@ from ringdance.core.exchange.shared_memory import SharedMemoryExchange
 from ringdance.core.exchange.sizes import sizes_for
 from ringdance.core.transport.base import Transport
 
-_MAX_CHUNK = 64 << 20  # bytes per reduction, far below 2^31, the limit of MPI's counts
+_MAX_CHUNK = 64 << 20  # maximum bytes per reduction; MPI's counts are limited to 2^31
 
 __all__ = ["Context", "Exchange", "Steps", "aligned_empty", "exchange_for"]
 
@@ -27,8 +27,8 @@ def exchange_for(
     Args:
         transport: The communicator.
         chunk_bytes: Maximum size, in bytes, of the chunk that is reduced at a time.
-        small_bytes: Batches up to this size are exchanged with the lowest latency.
-        context: Counts progress.
+        small_bytes: Maximum size, in bytes, of a batch that takes the path with the lowest latency.
+        context: State that the engine's exchanges share.
         fixed_order: If True, reduce every element in the same order (within a host by rank, then host by
             host). Otherwise small batches, and batches of many members, are reduced in MPI's order, which may
             depend on the batch.
@@ -40,7 +40,7 @@ def exchange_for(
             transport.window, transport.rank, transport.size, chunk_bytes, small_bytes, context
         )
     if fixed_order:
-        small_bytes = -1  # no batch is small
+        small_bytes = -1  # do not treat any batch as small
     hierarchy = None if transport.one_host else transport.hierarchy()
     members = transport.size
     if hierarchy is None:

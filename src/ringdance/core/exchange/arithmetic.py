@@ -30,10 +30,10 @@ warnings.filterwarnings("ignore", r"(overflow|invalid value)", RuntimeWarning, r
 
 Array = np.ndarray[Any, Any]
 
-_OPERATIONS: dict[ReduceOp, tuple[Any, str | None]] = {  # NumPy's function, and the transport's name
+_OPERATIONS: dict[ReduceOp, tuple[Any, str | None]] = {  # (NumPy ufunc, name in Transport.allreduce)
     ReduceOp.AVERAGE: (np.add, "sum"),
     ReduceOp.SUM: (np.add, "sum"),
-    ReduceOp.ADASUM: (np.add, None),  # used only with a single rank: nothing is combined (see adasum.py)
+    ReduceOp.ADASUM: (np.add, None),  # used only with a single rank, where nothing is combined
     ReduceOp.MIN: (np.minimum, "min"),
     ReduceOp.MAX: (np.maximum, "max"),
     ReduceOp.PRODUCT: (np.multiply, "product"),
@@ -48,7 +48,7 @@ def dtype_named(name: str) -> np.dtype[Any]:
 
 @lru_cache(maxsize=64)
 def neutral_element(dtype: str, operation: ReduceOp) -> Any:
-    """Return the value that leaves the other operand unchanged. 0 for Average, Sum and Adasum."""
+    """Return an operation's neutral element, such as 0 for Average, Sum and Adasum."""
     if operation not in (ReduceOp.MIN, ReduceOp.MAX):
         return int(operation == ReduceOp.PRODUCT)
     kind, least = dtype_named(dtype), operation == ReduceOp.MIN
@@ -74,11 +74,11 @@ def _average_integers(parts: Sequence[Array], divisor: int, out: Array) -> None:
         total = parts[0].astype(np.int64)
         for part in parts[1:]:
             total += part
-        total += (total >> 63) & (divisor - 1)  # so that negative totals are rounded toward zero
+        total += (total >> 63) & (divisor - 1)  # rounds negative totals toward zero
         out[...] = total // divisor
         return
     quotient, total, rest = np.empty_like(out), np.zeros_like(out), np.zeros_like(out)
-    for part in parts:  # final sums of quotients and of remainders fit, even if intermediate ones overflow
+    for part in parts:  # the final sums of quotients and remainders fit, even if intermediate sums wrap
         np.floor_divide(part, divisor, quotient)
         total += quotient
         quotient *= divisor
@@ -95,7 +95,7 @@ def _scale_integers(source: Array, factor: float, out: Array) -> None:
 
 
 class Reduction:
-    """How one kind of batch is reduced: dtype, operation, scales, number of ranks.
+    """How a kind of batch is reduced: dtype, operation, scale factors and number of ranks.
 
     Args:
         dtype, operation, prescale, postscale, size: Values from the request. Averages divide by ``size``. A
@@ -117,12 +117,7 @@ class Reduction:
     """
 
     def __init__(
-        self,
-        dtype: np.dtype[Any],
-        operation: ReduceOp,
-        prescale: float,
-        postscale: float,
-        size: int,
+        self, dtype: np.dtype[Any], operation: ReduceOp, prescale: float, postscale: float, size: int,
         weights: Sequence[float] = (),
     ):
         self.pairs = dtype.kind == "c"
@@ -148,7 +143,7 @@ class Reduction:
         self._set_finish(divisor, postscale)
         self.late = not (self.wide or self._integer or self.plain)
         self.simple = self.identity and not self.wide and (self.late or self.plain)
-        # Bound here so that each copy takes a single call. A step makes up to a thousand copies.
+        # Bound once, so that each copy takes a single call. A step makes up to a thousand copies.
         self.deliver: Callable[[Array, Array], Any] = self._finish if self.late else _copy
 
     def _set_finish(self, divisor: int, postscale: float) -> None:
@@ -166,7 +161,7 @@ class Reduction:
             self._finish = lambda source, out: np.multiply(source, factor, out)
 
     def prepare(self, source: Array, out: Array) -> None:
-        """Copy ``source`` to ``out`` (same dtype). Multiply it by prescale unless ``identity``."""
+        """Copy ``source`` to ``out``, which has the same dtype. Apply prescale unless ``identity``."""
         if self.identity:
             out[...] = source
         elif self._integer:
@@ -201,12 +196,12 @@ class Reduction:
             self._finish(out, out)
 
     def complete(self, total: Array) -> None:
-        """Scale a sum in place, as ``combine`` does."""
+        """Scale a sum in place, as ``combine`` scales its result."""
         if not self.late and not self.plain:
             self._finish(total, total)
 
     def alone(self, source: Array, out: Array) -> None:
-        """Reduce the data of a single rank, which means that they are only scaled."""
+        """Reduce the data of a single rank: copy ``source`` to ``out``, and scale it if necessary."""
         if self.prescale == 1.0 and self.plain:
             if out is not source:
                 out[...] = source
@@ -225,7 +220,7 @@ def reduction(dtype: str, operation: ReduceOp, prescale: float, postscale: float
 
 @lru_cache(maxsize=1024)
 def two_stages(how: Reduction, members: int, host_sizes: tuple[int, ...]) -> tuple[Reduction, Reduction]:
-    """Return the two reductions that replace one over all ranks: inside a host, then across hosts.
+    """Split a reduction over all ranks into two stages: inside each host, then across hosts.
 
     For averages of 16-bit floats, the first stage returns the host's mean, which stays in range even if the
     sum would not. Across hosts, the means are weighted by the number of ranks. For all other reductions, the

@@ -1,4 +1,4 @@
-"""The interfaces of exchanges, for NumPy views and for tensors on a device, and code that they share."""
+"""The interfaces of exchanges, for NumPy views and for tensors on a device, and shared helpers."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ class Context:
     """State that the exchanges of one engine share.
 
     Attributes:
-        achieved: Grows whenever anything makes progress. While it does not grow, the progress engine sleeps.
-        in_transit: Number of exchanges that are waiting for other hosts. Long sleeps would stall them.
+        achieved: Counter that any progress increments. The progress engine sleeps while it is unchanged.
+        in_transit: Number of exchanges that are waiting for other hosts. Threads sleep only briefly while
+            there are any, because MPI moves data only during calls.
         recorder: Receives a record of each chunk while ``recorder.words[Word.DETAIL]`` is set.
         make_device: For each kind of device, makes the exchange for tensors on it. Set by the bindings.
-        on_thread: Runs a call that may block, while the other process sets continue to be stepped.
+        on_thread: Runs a call that may block, without blocking the other process sets.
     """
 
     __slots__ = ("achieved", "in_transit", "make_device", "on_thread", "recorder")
@@ -59,8 +60,8 @@ def as_bytes(array: Array) -> Array:
 def copy_range(
     views: Sequence[Array], bounds: Sequence[int], start: int, stop: int, buffer: Array, outward: bool
 ) -> None:
-    """Copy bytes [start, stop) of the row that ``views`` form to ``buffer``, or back if ``outward``."""
-    if len(views) == 1:  # this fast path takes only a fifth of the time
+    """Copy bytes [start, stop) of the concatenated ``views`` to ``buffer``, or back if ``outward``."""
+    if len(views) == 1:  # fast path, five times as fast
         if outward:
             views[0][start:stop] = buffer[: stop - start]
         else:
@@ -83,10 +84,10 @@ class Exchange(abc.ABC):
     Attributes:
         set_id: Process set of the members, named in records.
         devices: Exchanges for the members' tensors on devices, by kind of device.
-        chunk_bytes: Size of the chunks of an all-reduce within a host, in bytes. 0 if there are none.
-        most_chunk_bytes: The highest value to which ``chunk_bytes`` can be changed.
-        wire_bytes: Number of bytes sent between hosts at a time. 0 if nothing is sent between hosts.
-        flat: True if all-reduces skip the stage within hosts. None if there is only one stage.
+        chunk_bytes: Chunk size, in bytes, of an all-reduce within a host, or 0 without chunks.
+        most_chunk_bytes: Upper bound for changes of ``chunk_bytes``.
+        wire_bytes: Number of bytes sent between hosts at a time, or 0 if nothing is sent between hosts.
+        flat: True if all-reduces skip the stage within hosts, or None if there is only one stage.
     """
 
     set_id = 0
@@ -124,7 +125,7 @@ class Exchange(abc.ABC):
     def alltoall(self, sends: Sequence[Array], receives: Sequence[Array], longest: int) -> Steps:
         """Send ``sends[i]`` (uint8) to member i and receive ``receives[i]`` from it.
 
-        ``longest``: Size in bytes of the longest part that any member sends to any other member.
+        ``longest``: Size in bytes of the largest part that any member sends to another.
         """
 
     @abc.abstractmethod
@@ -132,7 +133,7 @@ class Exchange(abc.ABC):
         """Reduce flat ``source``. Member i receives ``rows[i]`` elements of the result in ``output``."""
 
     def gather_words(self, words: Sequence[int]) -> Steps:
-        """Return a list of all members' ``words`` (int64). All members must pass equally many words."""
+        """Return all members' ``words`` (int64). All members must pass the same number of words."""
         own = np.array(words, np.int64)
         table = np.empty((self.size, len(words)), np.int64)
         table[self.rank] = own
@@ -166,7 +167,7 @@ class Exchange(abc.ABC):
         yield from self.stream(views if self.rank == root else [], lengths, receives)
 
     def copy(self, source: Array, target: Array) -> Steps:
-        """Copy an array locally, in steps, because filling 1 GB of new memory takes several seconds."""
+        """Copy an array locally, piece by piece, because filling 1 GB of new memory takes several seconds."""
         source, target = as_bytes(source), as_bytes(target)
         for start in range(0, source.size, _COPY_BYTES):
             if start:
@@ -182,7 +183,7 @@ class Exchange(abc.ABC):
 
     @staticmethod
     def bounds(views: Sequence[Array]) -> list[int]:
-        """Return where each view starts in the row that the views form, and the length of the row."""
+        """Return each view's start offset in the concatenation of the views, and the total length."""
         return [0, *accumulate([view.size for view in views])]
 
 

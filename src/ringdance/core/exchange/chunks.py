@@ -13,7 +13,7 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
-_LINE = 16  # elements: a cache line of 4-byte numbers
+_LINE = 16  # elements per cache line, for 4-byte numbers
 
 
 class Segment(NamedTuple):
@@ -53,7 +53,7 @@ def chunks(sizes: tuple[int, ...], limit: int, members: int) -> tuple[tuple[tupl
     """Return, for each chunk and each member, the segments of the block that the member owns.
 
     Args:
-        sizes: Number of elements of each tensor.
+        sizes: Number of elements in each tensor.
         limit: Maximum number of elements per chunk. All chunks have about the same size.
         members: Number of blocks per chunk.
     """
@@ -74,6 +74,6 @@ def chunks(sizes: tuple[int, ...], limit: int, members: int) -> tuple[tuple[tupl
 
 
 def even_rows(rows: int, members: int) -> list[int]:
-    """Return how many of ``rows`` each member gets from a reducescatter. The first ones may get one more."""
+    """Return each member's row count in a reducescatter. The first members may receive one more row."""
     share, rest = divmod(rows, members)
     return [share + (member < rest) for member in range(members)]

@@ -27,7 +27,7 @@ class HierarchicalExchange(MpiExchange):
         transport: Connects all members.
         hierarchy: Hosts of the members, and the cross-host communicator.
         sizes: How many bytes to send at a time.
-        context: Counts progress.
+        context: State that the engine's exchanges share.
     """
 
     def __init__(self, transport: Transport, hierarchy: Hierarchy, sizes: Sizes, context: Context) -> None:

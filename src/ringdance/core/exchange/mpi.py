@@ -14,20 +14,20 @@ from ringdance.core.exchange.chunks import chunks, even_rows
 from ringdance.core.exchange.sizes import Sizes
 from ringdance.core.transport.base import Pending, Transport
 
-_IN_FLIGHT = 4  # chunks: enough to overlap packing, sending and unpacking
-_AHEAD = 2  # chunks that are sent before the first is reduced, to keep the network busy
-_POLLS = 8  # consecutive tests for completion, because the library moves data only during tests
+_IN_FLIGHT = 4  # number of chunks in flight, enough to overlap packing, sending and unpacking
+_AHEAD = 2  # number of chunks to send before reducing the first, to keep the network busy
+_POLLS = 8  # number of consecutive tests for completion; MPI moves data only during tests
 _FEW = 16  # maximum number of members that send the blocks of a chunk to each other
-# A second round in flight keeps the network busy while the first is packed or unpacked.
+# Number of rounds in flight. The second keeps the network busy while the first is packed or unpacked.
 _ROUNDS = 2
 
 _Handle = Callable[[int, Array], Steps]
-# A round in flight, and a function that unpacks its data, or None.
+# A round in flight, and a function that unpacks its data (None if there is nothing to unpack).
 _Posted = tuple[Pending, Callable[[], None] | None]
 
 
 def sends_to_few(members: int) -> bool:
-    """Return True if MPI's all-reduce needs fewer messages per member than blocks do, and no more bytes.
+    """Return True if MPI's all-reduce sends fewer messages than an exchange of blocks, and no more bytes.
 
     This holds if the number of members is a power of two. Otherwise, some members send twice as much.
     """
@@ -43,9 +43,9 @@ class _ChunkInFlight:
 
     Args:
         transport: Connects the members that reduce.
-        small_bytes: Up to this size, MPI's own all-reduce is used, because it is faster. If negative, it is
-            never used.
-        context: Counts exchanges in transit.
+        small_bytes: Maximum size, in bytes, of a chunk that MPI's own all-reduce reduces, because it is
+            faster for small chunks. Negative for none.
+        context: State that the engine's exchanges share.
         chunk_bytes: Size of the largest chunk.
 
     Attributes:
@@ -60,7 +60,7 @@ class _ChunkInFlight:
         self._pending: Pending | None = None
 
     def start(self, buffer: Array, how: Reduction) -> None:
-        """Send the contents of ``buffer``, which is a part of ``memory``."""
+        """Send the contents of ``buffer``, which is part of ``memory``."""
         self.buffer, self._how = buffer, how
         size = self._transport.size
         by_mpi = self._small >= 0 and (sends_to_few(size) or buffer.nbytes <= self._small)
@@ -97,7 +97,7 @@ class _ChunkInFlight:
         return completed(self._pending, self._context)
 
     def test(self) -> None:
-        """Let the library move data, which it does only while it is called."""
+        """Call the MPI library, which moves data only during calls."""
         if self._pending is not None:
             self._pending.test()
 
@@ -125,9 +125,9 @@ class ChunkPipeline:
     Args:
         transport: Connects the members that reduce.
         chunk_bytes: Size of the largest chunk.
-        small_bytes: Up to this size, MPI's own all-reduce is used, because it is faster. If negative, it is
-            never used.
-        context: Counts completed chunks.
+        small_bytes: Maximum size, in bytes, of a chunk that MPI's own all-reduce reduces, because it is
+            faster for small chunks. Negative for none.
+        context: State that the engine's exchanges share.
     """
 
     def __init__(self, transport: Transport, chunk_bytes: int, small_bytes: int, context: Context) -> None:
@@ -138,7 +138,7 @@ class ChunkPipeline:
         """Reduce chunks.
 
         Args:
-            lengths: Number of elements of each chunk.
+            lengths: Number of elements in each chunk.
             how: How the chunks are reduced.
             load: Called with a chunk's number and an array, which it fills with this member's input.
             unload: Called with a chunk's number and its result, which it copies with ``how.deliver``. The
@@ -160,7 +160,7 @@ class ChunkPipeline:
                 self._context.achieved += 1
 
     def _meanwhile(self, steps: Steps) -> Steps:
-        """Let the library move the chunks in flight while ``steps`` wait for something else."""
+        """Run ``steps``. Whenever they wait, test the chunks in flight, so that MPI moves their data."""
         self._context.in_transit += 1
         try:
             for _ in steps:
@@ -177,7 +177,7 @@ class MpiExchange(Exchange):
     Args:
         transport: Connects all members.
         sizes: How many bytes to send at a time.
-        context: Counts progress.
+        context: State that the engine's exchanges share.
     """
 
     def __init__(self, transport: Transport, sizes: Sizes, context: Context) -> None:
@@ -213,11 +213,11 @@ class MpiExchange(Exchange):
 
         Args:
             length: Length of the longest row, in bytes or elements. The same on all members.
-            row: Maximum length of the part of each row that one round moves, in the same unit.
+            row: Maximum length, in the same unit, of the part of each row that one round moves.
             post: Starts the round that moves the parts at an offset in the rows. The memory passed to it is
                 reused once the round is complete.
         """
-        if length <= row:  # one round is enough for most calls
+        if length <= row:  # for most calls, one round is enough
             if length:
                 yield from self._complete(post(0, _Memory()))
             return
@@ -331,7 +331,7 @@ class MpiExchange(Exchange):
 
 
 class _Memory:
-    """Buffers of a round in flight. Later rounds of the same collective reuse them."""
+    """Buffers for a round in flight. Later rounds of the same collective reuse them."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, Array] = {}

@@ -243,5 +243,5 @@ def check_devices(exchange: Exchange, uuid: str, advice: str) -> Steps:
     if shared and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
         raise ArgumentError(
             f"Ranks {', '.join(map(str, shared))} share a GPU with other ranks on host {gpus[shared[0]][0]}. "
-            f"{advice}, and start at most one rank for each GPU."
+            f"{advice}, and start at most one rank per GPU."
         )

@@ -28,7 +28,7 @@ from ringdance.core.transport.window import Window
 # 384 KiB than with chunks of 768 KiB, which do not fit in the L2 cache. With four or more members, it is more
 # important to have few synchronization points.
 _MAX_BLOCK_BYTES = 192 << 10
-_RECORDED = 32  # chunks recorded per batch in a timeline: recording all would take 1.5% of an exchange's time
+_RECORDED = 32  # chunks to record per batch in a timeline; recording all would slow exchanges by 1.5%
 Blocks = Sequence[Sequence[Segment]]
 _BYTE = np.dtype(np.uint8)
 
@@ -40,8 +40,8 @@ class SharedMemoryExchange(Exchange):
         window: The members' shared memory.
         rank, size: This member's position in the reduction order, and the number of members.
         chunk_bytes: Maximum size, in bytes, of the chunk that is reduced at a time.
-        small_bytes: Batches up to this size are exchanged with the lowest latency.
-        context: Counts progress.
+        small_bytes: Maximum size, in bytes, of a batch that takes the path with the lowest latency.
+        context: State that the engine's exchanges share.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class SharedMemoryExchange(Exchange):
     ) -> Steps:
         window, context = self._window, self.context
         own, deliver = window.index, how.deliver
-        # A step handles up to a thousand segments here, so common cases have specialized code.
+        # This loop handles up to a thousand segments per step, so common cases have specialized code.
         reduce_block = self._add_block if how.simple and window.members == 2 else self._reduce_block
         plan = chunks(sizes, self.chunk_bytes // how.dtype.itemsize, window.members)
         marks, every = context.recorder.marks(), 1 + len(plan) // _RECORDED
@@ -137,11 +137,11 @@ class SharedMemoryExchange(Exchange):
                 marks.append(monotonic_ns())
             reduce_block(blocks[own], buffers, inputs, how)
             own_buffer, last = buffers[own], (blocks, buffers)
-            for tensor, start, stop, at, end in blocks[own]:  # now, while the block is in this core's cache
+            for tensor, start, stop, at, end in blocks[own]:  # while it is still in this core's cache
                 deliver(own_buffer[at:end], outputs[tensor][start:stop])
             if marked:
                 marks.append(monotonic_ns())
-            if number < len(plan):  # one synchronization for this chunk's results and the next one's inputs
+            if number < len(plan):  # one wait synchronizes this chunk's results and the next chunk's inputs
                 buffers = self._buffers(how.dtype)
                 self._copy_in(plan[number], buffers[own], inputs, how)
             if marked:
@@ -173,7 +173,7 @@ class SharedMemoryExchange(Exchange):
     def _copy_out(
         self, blocks: Blocks, buffers: Sequence[Array], outputs: Sequence[Array], how: Reduction
     ) -> None:
-        """Copy the blocks reduced by other members from the buffers of these members to ``outputs``."""
+        """Copy the blocks that other members have reduced from their buffers to ``outputs``."""
         own, deliver = self._window.index, how.deliver
         for index, block in enumerate(blocks):
             if index == own:

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 MIN_BLOCK_BYTES = 256  # minimum chunk size per member of a host: 16 elements of any dtype
-_MESSAGE = 16 << 10  # minimum size of a block in bytes: shorter messages take more CPU time than network time
-_MAX_WIRE = 16 << 20  # maximum number of bytes sent together
-# Maximum size of a round. Far below the limit of MPI's counts, 2^31 bytes. Beyond 4 MiB, the size hardly
-# matters.
+_MESSAGE = 16 << 10  # minimum block size in bytes; shorter messages take more CPU time than network time
+_MAX_WIRE = 16 << 20  # size in bytes up to which ``_wire`` enlarges sends
+# Maximum size of a round in bytes. It is far below 2^31, the limit of MPI's counts. Beyond 4 MiB, the size
+# hardly matters.
 _MAX_ROUND = 16 << 20
-_LINE = 64  # bytes: a multiple of the size of any dtype
+_LINE = 64  # cache line size in bytes, a multiple of any dtype's size
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Sizes:
 
     Attributes:
         small: All-reduces up to this size are flat, and may use MPI's own all-reduce. Negative for none.
-        chunk: Size of a chunk within hosts. 0 if all all-reduces are flat.
+        chunk: Size of a chunk within hosts, or 0 if all all-reduces are flat.
         flat_chunk: Size of a chunk in a flat all-reduce.
         wire: Number of bytes sent between hosts at a time: the blocks of several chunks, or a flat chunk.
         chunks_per_wire: Number of chunks whose blocks are sent together.
@@ -52,11 +52,11 @@ class Sizes:
 
     @property
     def max_wire(self) -> int:
-        """Upper bound for the blocks that are sent together, for which memory is allocated."""
+        """Maximum size of the blocks that are sent together. Memory is allocated for this size."""
         return max(self.max_flat_chunk, self.first_wire)
 
     def changed(self, chunk: int, wire: int) -> Sizes:
-        """Return the sizes for another ``chunk`` and ``wire``, within their bounds."""
+        """Return a copy with new values of ``chunk`` and ``wire``, which are clamped to their bounds."""
         chunk = min(max(chunk, self.min_chunk), self.max_chunk)
         per_wire = max(1, min(wire, self.max_wire) // _block(chunk, self.blocks)) if self.blocks else 1
         flat_chunk = self.first_flat_chunk
@@ -65,9 +65,9 @@ class Sizes:
         return replace(self, chunk=chunk, flat_chunk=flat_chunk, wire=wire, chunks_per_wire=per_wire)
 
     def row(self, rows: int) -> int:
-        """Return how many bytes one round moves of each of ``rows`` rows. A multiple of any dtype's size.
+        """Return how many bytes of each of ``rows`` rows one round moves: a multiple of any dtype's size.
 
-        Used by reducescatter, and for data that are not reduced.
+        Used by reducescatter, and by collectives that do not reduce.
         """
         return max(_LINE, min(_MAX_ROUND, 32 * self.first_flat_chunk) // max(1, rows) // _LINE * _LINE)
 
@@ -109,7 +109,7 @@ def _wire(members: int, chunk_bytes: int) -> int:
 
 
 def _block(chunk: int, blocks: int) -> int:
-    """Return the maximum size, in bytes, of one block of a chunk."""
+    """Return the maximum size, in bytes, of a block in a chunk."""
     return chunk // blocks + MIN_BLOCK_BYTES
 
 

@@ -1,4 +1,4 @@
-"""Find the phases of a batch's chunks, and the phases that belong to each tensor."""
+"""Derive the phases of a batch's chunks, and the activities of each tensor, from the records."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ORDER = (WAIT, COPY_OUT, REDUCE, COPY_IN)
 
 
 class Chunk(NamedTuple):
-    """One chunk, or several consecutive ones: its start time, and the durations of its phases, in ns."""
+    """One or several consecutive chunks: start time, and durations of the phases, in nanoseconds."""
 
     time: int
     durations: list[int]
@@ -37,7 +37,7 @@ def chunks_of(records: Sequence[Record]) -> list[Chunk]:
 
 
 def phases(chunks: Sequence[Chunk]) -> Iterator[Span]:
-    """Yield the name, start and end of each phase of the chunks."""
+    """Yield the name, start and end of each of the chunks' phases."""
     for chunk in chunks:
         at = chunk.time
         for name, duration in zip(_ORDER, chunk.durations, strict=True):
@@ -65,7 +65,7 @@ def activities(chunks: Sequence[Chunk], nbytes: Sequence[int]) -> list[list[Span
     for end, size in zip(accumulate(nbytes), nbytes, strict=True):
         first = max(0, bisect_right(edges, end - size) - 1)
         last = max(first, min(count - 1, bisect_left(edges, end) - 1))
-        copied_in = _phase(chunks[first], 3)[0]  # while chunk n is reduced, n - 1 is copied out and n + 1 in
+        copied_in = _phase(chunks[first], 3)[0]  # phase 3 of a chunk copies in the next chunk
         reduce_from, reduce_to = _phase(chunks[first + 1], 2)[0], _phase(chunks[last + 1], 2)[1]
         copied_out = _phase(chunks[last + 2], 1)[1]
         edges_of = (copied_in, reduce_from, reduce_to, copied_out)

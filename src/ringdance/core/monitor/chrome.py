@@ -17,7 +17,7 @@ class ChromeWriter:
     Args:
         path: Path of the file, which is overwritten.
         start: Time 0 of the trace, as returned by ``time.monotonic_ns``.
-        epoch: The same time in seconds since the epoch.
+        epoch: Time 0 of the trace in seconds since the epoch.
 
     Raises:
         OSError: The file cannot be written.
@@ -35,7 +35,7 @@ class ChromeWriter:
         self._events.append(json.dumps({"name": name, "ph": phase, "pid": pid, **event}))
 
     def _timed(self, name: str, phase: str, pid: int, tid: int, when: int, more: str = "") -> None:
-        """Add an event with a time, without ``json.dumps``, which would take five times as long."""
+        """Add a timed event. Avoids ``json.dumps``, which would take five times as long."""
         quoted = self._quoted.get(name)
         if quoted is None:
             quoted = self._quoted[name] = json.dumps(name)
@@ -45,12 +45,12 @@ class ChromeWriter:
         )
 
     def process(self, pid: int, name: str, order: int) -> None:
-        """Name a process and set its position."""
+        """Set the name of a process, and its position among the processes in the viewer."""
         self._event("process_name", "M", pid, args={"name": name})
         self._event("process_sort_index", "M", pid, args={"sort_index": order})
 
     def thread(self, pid: int, tid: int, name: str) -> None:
-        """Name a thread of a process."""
+        """Set the name of a thread."""
         self._event("thread_name", "M", pid, tid=tid, args={"name": name})
 
     def begin(self, pid: int, tid: int, name: str, when: int) -> None:
@@ -58,7 +58,7 @@ class ChromeWriter:
         self._timed(name, "B", pid, tid, when)
 
     def end(self, pid: int, tid: int, name: str, when: int, **args: Any) -> None:
-        """End the span that was started last in this thread."""
+        """End the most recently started span of a thread."""
         self._timed(name, "E", pid, tid, when, _args(args))
 
     def span(self, pid: int, tid: int, name: str, began: int, ended: int, **args: Any) -> None:
@@ -67,7 +67,7 @@ class ChromeWriter:
         self._timed(name, "X", pid, tid, began, f', "dur": {duration:.3f}{_args(args)}')
 
     def counter(self, pid: int, name: str, when: int, value: float) -> None:
-        """Write the value that a counter has from this time on."""
+        """Write the value of a counter, which is valid from ``when`` on."""
         self._timed(name, "C", pid, 0, when, _args({"value": value}))
 
     def instant(self, pid: int, tid: int, name: str, when: int) -> None:
@@ -76,7 +76,7 @@ class ChromeWriter:
         self._timed(name, "i", pid, tid, when, f', "s": "{scope}"')
 
     def flush(self) -> None:
-        """Write the events added so far. The file is valid until the next call."""
+        """Write the events added so far. Afterwards, the file is valid JSON."""
         if not self._events:
             return
         size = self._file.tell()

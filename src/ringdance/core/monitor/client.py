@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 _BOOT = "import sys;sys.path.insert(0,sys.argv.pop(1));from ringdance.core.monitor.main import main;main()"
-_WRITING_S = 60.0  # writing a file of the maximum size takes five seconds
+_WRITING_S = 60.0  # timeout for writing a file, which takes at most about five seconds
 _OTHERS_S = 2.0
 
 
@@ -21,7 +21,7 @@ class MonitorClient:
 
     Args:
         pids: Process ids of the host's ranks.
-        metrics: True if ``metrics`` will be called. The monitor then needs this process's stderr for a while.
+        metrics: True if ``metrics`` will be called. Until then, the monitor keeps this process's stderr open.
 
     Raises:
         OSError: The monitor cannot be started.
@@ -56,12 +56,12 @@ class MonitorClient:
         self._ask(do="stop")
 
     def metrics(self, **options: object) -> None:
-        """Write and serve the ranks' metrics. Does not wait. Problems are reported on stderr.
+        """Make the monitor write and serve the ranks' metrics. Does not wait. Problems are printed on stderr.
 
         Args:
             options: Arguments for ``metrics.Metrics`` except ``readers``, ``path`` and ``warn``.
         """
-        with contextlib.suppress(OSError):  # if the monitor has been killed, training continues
+        with contextlib.suppress(OSError):  # training continues even if the monitor was killed
             self._send(do="metrics", path=sys.path, **options)
 
     def listen(self, others: int) -> dict[str, Any]:
@@ -82,14 +82,14 @@ class MonitorClient:
         assert self._process.stdout
         line = self._process.stdout.readline()
         if not line:
-            raise OSError("the monitor has exited")
+            raise OSError("the monitor process on this host has exited")
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
             raise OSError(answer["error"])
         return answer
 
     def killed(self) -> str:
-        """Return how the monitor ended, or "" if it is running. Call this before ``close``."""
+        """Describe how the monitor ended, or return "" if it is still running. Call this before ``close``."""
         if (code := self._process.poll()) is None:
             return ""
         how = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
@@ -100,6 +100,6 @@ class MonitorClient:
         assert self._process.stdin
         assert self._process.stdout
         self._process.stdin.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):  # it may be waiting for other ranks
+        with contextlib.suppress(subprocess.TimeoutExpired):  # the monitor may be waiting for other ranks
             self._process.wait(self._limit)
         self._process.stdout.close()

@@ -1,4 +1,4 @@
-"""Measure the use of the cores that are available to a host's ranks."""
+"""Measure the utilization of the cores that are available to a host's ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ringdance.host.limits import affinity, quota, words_of
 
 
 class _Times(NamedTuple):
-    """Times in seconds: clock time, idle time and total time of the cores, and CPU time of the cgroup."""
+    """Times in seconds: clock time, the cores' idle and total time, and the cgroup's CPU time."""
 
     clock: float
     idle: float
@@ -21,7 +21,7 @@ class _Times(NamedTuple):
 
 
 class CoreUse:
-    """Measures how busy all programs keep the cores that are available to some processes.
+    """Measures how busy the cores available to some processes are, counting all programs on the host.
 
     Args:
         pids: The processes. All must share this process's quota.
@@ -51,19 +51,19 @@ class CoreUse:
 
     def _times(self) -> _Times:
         each = psutil.cpu_times(percpu=True)
-        if max(self._cores) < len(each):  # otherwise, this is a container that shows only its own cores
+        if max(self._cores) < len(each):  # otherwise, this container shows only its own cores
             each = [each[core] for core in self._cores]
         idle = sum(one.idle + getattr(one, "iowait", 0.0) for one in each)
-        # Linux includes the time of guests in user time.
+        # On Linux, user time already includes guest time.
         total = sum(sum(one) - getattr(one, "guest", 0.0) - getattr(one, "guest_nice", 0.0) for one in each)
         return _Times(time.monotonic(), idle, total, self._used() if self._cgroup else 0.0)
 
     def _used(self) -> float:
-        """Return the CPU time in seconds of the cgroup that has the quota; 0 if not available."""
+        """Return the CPU time used by the cgroup that sets the quota, in seconds, or 0 if unavailable."""
         words = words_of(f"{self._cgroup}/cpu.stat")  # in cgroup v1, this file does not contain the usage
         if "usage_usec" in words:
             return int(words[words.index("usage_usec") + 1]) / 1e6
-        # In cgroup v1, another controller reports the usage. It may be mounted separately from the quota's.
+        # In cgroup v1, the cpuacct controller reports the usage. It may be mounted separately from cpu.
         other = self._cgroup.replace("/cgroup/cpu", "/cgroup/cpuacct", 1)
         words = words_of(f"{self._cgroup}/cpuacct.usage") or words_of(f"{other}/cpuacct.usage") or ["0"]
         return int(words[0]) / 1e9

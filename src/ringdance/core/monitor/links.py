@@ -31,14 +31,14 @@ class Clock:
 
     Attributes:
         uncertainty: Uncertainty of ``ahead`` in nanoseconds, until the next round trip.
-        known: True after enough round trips.
+        known: True once there have been enough round trips to compute ``ahead``.
     """
 
     def __init__(self) -> None:
         self.uncertainty = 0
         # For each round trip: the other clock's time, and the lower and upper bounds of ``ahead``.
         self._trips: deque[tuple[int, int, int]] = deque(maxlen=_TRIPS)
-        self._line = 0, 0.0, 0.0  # the other clock's time, ``ahead`` at that time, and its rate
+        self._line = 0, 0.0, 0.0  # the other clock's time, ``ahead`` at that time, slope of ``ahead``
         self._rounds = 0
         self._next = 0.0
 
@@ -57,7 +57,13 @@ class Clock:
         return {"do": "clock", "sent": time.monotonic_ns()}
 
     def answer(self, sent: int, theirs: int, now: int = 0) -> None:
-        """Process an answer that arrived at ``now``: update the bounds of the rate, then of ``ahead``."""
+        """Process the answer to a clock query: update the bounds of the rate, then of ``ahead``.
+
+        Args:
+            sent: When the query was sent.
+            theirs: Time that the other clock showed.
+            now: When the answer arrived, or 0 for the current time.
+        """
         now = now or time.monotonic_ns()
         trips = self._trips
         trips.append((theirs, theirs - now, theirs - sent))
@@ -103,7 +109,8 @@ class Follower:
         sock: An authenticated connection.
 
     Attributes:
-        stopped: True if no more records will arrive for now or, if the link is closed, at all.
+        stopped: True if no more records will arrive before the next ``start`` command, or at all if the link
+            is closed.
         ended: True if all records have arrived.
     """
 
@@ -125,7 +132,7 @@ class Follower:
         return "its monitor was killed, or cannot be reached"
 
     def receive(self) -> bool:
-        """Receive what has arrived. Closes the link and returns False once nothing more is expected."""
+        """Process the messages that have arrived. Closes the link and returns False after the last one."""
         messages, alive = self.frames.receive()
         for message, data in messages:
             if "sent" in message:
@@ -140,7 +147,7 @@ class Follower:
             elif "stopped" in message:
                 self.stopped = True
             elif "ended" in message:
-                self.ended = True  # it still answers clock queries, and closes after this side
+                self.ended = True  # the other side still answers clock queries, and closes last
         if alive and not (self.ended and self.clock.known):
             return True
         self.stopped, self.frames.open = True, False
@@ -148,7 +155,7 @@ class Follower:
         return False
 
     def names(self) -> str:
-        """Return the other host's name, with the ranks on it that are known so far."""
+        """Return the other host's name, and the ranks on it from which records have arrived."""
         ranks = ", ".join(map(str, sorted(self.rings)))
         host = next((ring.who.host for ring in self.rings.values()), "another host")
         return f"rank {ranks} on {host}" if ranks else host
@@ -163,7 +170,7 @@ class Sender:
     """The link to the monitor that writes the file.
 
     Args:
-        addresses, port, token: Where that monitor listens, and how to authenticate.
+        addresses, port, token: Addresses and port on which that monitor listens, and the token to send.
 
     Raises:
         OSError: The monitor cannot be reached.
@@ -175,7 +182,7 @@ class Sender:
         self._sent_labels: dict[int, int] = {}
 
     def commands(self) -> tuple[list[dict[str, Any]], bool]:
-        """Return the received commands, and whether the link is open. Clock queries are answered here."""
+        """Answer clock queries. Returns all other commands received, and whether the link is open."""
         messages, alive = self.frames.receive()
         now = time.monotonic_ns()
         commands = []
@@ -187,7 +194,7 @@ class Sender:
         return commands, alive
 
     def send(self, reader: RingReader) -> None:
-        """Send new records and labels."""
+        """Send all new records and labels."""
         first, data = reader.take()
         if not data:
             return
@@ -199,7 +206,7 @@ class Sender:
         self.frames.send(message, data)
 
     def finish(self, seconds: float) -> None:
-        """Send what is left, then answer clock queries until the other side closes the link or time is up."""
+        """Mark the end of the records, then answer clock queries until the link is closed or time is up."""
         # This side must not close first. If a clock query were unread, closing would reset the connection,
         # and the other side would lose the records that it has not read yet.
         until = time.monotonic() + seconds

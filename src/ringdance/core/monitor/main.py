@@ -33,9 +33,9 @@ from ringdance.core.transport.eventcount import process_state
 from ringdance.host.system import tcp
 from ringdance.host.system.machine import networks
 
-_POLL_S = 0.05  # while a timeline is being written; the rings can hold records of several seconds
+_POLL_S = 0.05  # polling interval while a timeline is written; the rings hold several seconds of records
 _IDLE_S = 1.0
-_OTHERS_S = 2.0  # time to wait for other hosts' last records
+_OTHERS_S = 2.0  # how long to wait for the last records from other hosts
 
 
 class Monitor:
@@ -56,7 +56,7 @@ class Monitor:
         self._others = 0  # number of other hosts' monitors that will connect
         self._metrics: Metrics | None = None
         self._interval = _IDLE_S
-        self._ending = False  # True if the rank that started this process is about to leave
+        self._ending = False  # True once the rank that started this process is leaving
         self._detail: int | None = 0
         self._input = b""
         self._commands: dict[str, Callable[..., Any]] = {
@@ -81,7 +81,7 @@ class Monitor:
 
     def _serve_ranks(self) -> None:
         os.nice(19)
-        if not self._alive:  # users of metrics see this; requests for a timeline get an error
+        if not self._alive:  # shown only if metrics were requested: stderr is /dev/null otherwise
             os.write(2, b"ringdance: no metrics: the ranks' memory cannot be opened through /proc/PID/fd\n")
         while self._alive:
             busy = self._trace or self._sender or self._followers or self._ending
@@ -150,11 +150,11 @@ class Monitor:
     def _metrics_to(self, interval: float, **options: Any) -> None:
         self._metrics = Metrics(self._readers, warn=self._warn, interval=interval, **options)
         self._interval = interval
-        # Otherwise, the rank's stderr would stay open until this process exits.
+        # Release the rank's stderr, which would otherwise stay open until this process exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
     def _set_detail(self, detail: int | None, anew: bool = False) -> None:
-        """Set what this host's ranks record. If None, the ranks decide (see setting ``timeline_steps``)."""
+        """Set ``Word.DETAIL`` of this host's ranks. If None, they set it (see setting ``timeline_steps``)."""
         self._detail = detail
         for reader in self._readers:
             if anew:
@@ -190,7 +190,7 @@ class Monitor:
         lacks = [f"the end of {follower.names()}: {follower.lacks()}" for follower in late]
         if last and (missing := self._others - len(self._followers)) > 0:
             others = "1 other host" if missing == 1 else f"{missing} other hosts"
-            lacks.append(f"the ranks on {others}: no connection came from there")
+            lacks.append(f"the ranks on {others}: no monitor has connected from there")
             advice = "Monitors connect by TCP to a port that the system chooses. Check for a firewall."
             self._warn(f"the timeline lacks {lacks[-1]}. {advice}")
         self._take()
@@ -201,7 +201,7 @@ class Monitor:
     # --- other hosts ---------------------------------------------------------------------------
 
     def _listen(self, others: int) -> dict[str, Any]:
-        """Listen for the monitors of ``others`` hosts. Returns how they can connect."""
+        """Listen for the monitors of ``others`` hosts. Returns the arguments for their ``connect``."""
         self._others = others
         listener, token = tcp.listen(), secrets.token_bytes(32)
         self._watch(listener.fileno(), lambda: self._accept(listener, token))
@@ -242,7 +242,7 @@ class Monitor:
             self._set_detail(0)
 
     def _take(self) -> None:
-        """Take new records from the rings and links, which frees space in the rings."""
+        """Take new records from the rings and links, before the ranks overwrite them in the rings."""
         if self._sender is not None:
             for reader in self._readers:
                 self._sender.send(reader)
@@ -262,6 +262,6 @@ class Monitor:
 
 def main() -> None:
     """Run the monitor for the ranks whose process ids are the arguments."""
-    for number in (signal.SIGINT, signal.SIGHUP):  # signals from the terminal: the ranks decide when to exit
+    for number in (signal.SIGINT, signal.SIGHUP):  # from the terminal; this process must outlive the ranks
         signal.signal(number, signal.SIG_IGN)
     Monitor([int(word) for word in sys.argv[1:]]).run()

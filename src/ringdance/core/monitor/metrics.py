@@ -14,7 +14,7 @@ from io import FileIO
 from ringdance.core.ring import RingReader
 from ringdance.errors import pip_install
 
-_SPARSER = 1000  # an interval is at least 1/1000 of the time so far, so that long runs write few samples
+_SPARSER = 1000  # maximum ratio of run time to sampling interval, so that long runs write few samples
 
 
 class Metrics:
@@ -22,11 +22,11 @@ class Metrics:
 
     Args:
         readers: Readers of the ranks' rings.
-        path: Additional entries for ``sys.path``: directories in which packages are installed.
+        path: Additional entries for ``sys.path``: directories with installed packages.
         interval: Minimum number of seconds between two samples in the file.
-        directory: Directory for ``metrics-<rank>.jsonl``, or "".
+        directory: Directory for ``metrics-<rank>.jsonl``. "" to write no files.
         anew: If True, overwrite the file.
-        address: Address at which to serve the metrics, ``[ADDRESS:]PORT``, or "".
+        address: Address at which to serve the metrics, ``[ADDRESS:]PORT``. "" not to serve them.
         rank: Lowest rank on this host.
         warn: Called with a description of each problem.
     """

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-_SILENT_S = 10.0  # maximum pause of a client while it sends its request or reads the response
+_SILENT_S = 10.0  # timeout for a client to send its request or read the response
 _THREADS = 64
 
 
@@ -23,7 +23,7 @@ class Figure(NamedTuple):
         key: Key in the row.
         name: Name of the metric, which ends with the unit. Counters also get ``_total``.
         unit: Unit in the name; "" for counts.
-        text: Help text.
+        text: Help text of the metric.
         factor: Factor that converts the row's unit to the metric's unit.
     """
 
@@ -72,7 +72,7 @@ class RankCollector(Collector):
         self._rows = rows
 
     def describe(self) -> list[Metric]:
-        """Return nothing, so that the registry does not ask for rows when it is created."""
+        """Return nothing, so that the registry does not request rows when this collector is registered."""
         return []
 
     def collect(self) -> Iterator[Metric]:
@@ -102,7 +102,7 @@ def serve(text: str, rows: Callable[[], Sequence[Mapping[str, Any]]]) -> str:
     address = address.strip("[]") or "127.0.0.1"
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
-        with socket.socket(family) as probe:  # in newer Python versions, servers can share a port
+        with socket.socket(family) as probe:  # fails if the port is in use; newer servers would share it
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((address, int(port)))
             probe.listen()
@@ -114,7 +114,7 @@ def serve(text: str, rows: Callable[[], Sequence[Mapping[str, Any]]]) -> str:
         server.RequestHandlerClass = type("Handler", (handler,), {"timeout": _SILENT_S})
         server.verify_request = lambda *_: threading.active_count() < _THREADS  # type: ignore[method-assign]
     except OSError as error:
-        taken = " (by another job?). Set RINGDANCE_METRICS_PORT to another port, or to 0 for any free port"
+        taken = ". Set RINGDANCE_METRICS_PORT to another port, or to 0 to use any free port."
         advice = taken if error.errno == errno.EADDRINUSE else ""
         raise OSError(f"port {text}: {error.strerror}{advice}") from None
     shown = f"[{address}]" if ":" in address else address

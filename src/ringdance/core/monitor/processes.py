@@ -10,7 +10,7 @@ from ringdance.core.ring import RING_NAME, RingReader, Word, memories
 
 
 def open_ring(pid: int) -> RingReader | None:
-    """Return a reader for a process's ring, or None. If there are several rings, choose the one in use."""
+    """Return a reader for a process's ring, preferring one that is in use, or None if it has no ring."""
     ring = None
     for path in memories(pid, RING_NAME):
         with contextlib.suppress(OSError, ValueError):

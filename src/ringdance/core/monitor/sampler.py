@@ -18,14 +18,14 @@ from ringdance.host.limits import words_of
 
 Row = dict[str, Any]
 
-_FRESH_S = 0.5  # CPU use over a shorter interval is meaningless
+_FRESH_S = 0.5  # minimum interval over which CPU use can be measured accurately
 
 
 class Sampler:
     """Takes samples of the metrics. Several threads may use it at the same time.
 
     Args:
-        readers: Readers of the rings of this host's ranks, in the order of their local ranks.
+        readers: Readers for the rings of this host's ranks, ordered by local rank.
     """
 
     def __init__(self, readers: Sequence[RingReader]) -> None:
@@ -91,13 +91,13 @@ def _descendants(pid: int) -> Iterator[int]:
     """Yield the pids of a process's descendants, if the kernel lists children."""
     for task in task_ids(pid):
         for child in map(int, words_of(f"/proc/{pid}/task/{task}/children")):
-            if child != os.getpid():  # this monitor was started by a rank, too
+            if child != os.getpid():  # skip the monitor, which is also a child of a rank
                 yield child
                 yield from _descendants(child)
 
 
 class _Gpus:
-    """The GPUs that ranks use, according to NVML if it is available.
+    """Reads the use of the ranks' GPUs from NVML. Returns nothing if NVML is unavailable.
 
     Args:
         pids: Process ids of the ranks.
@@ -107,7 +107,7 @@ class _Gpus:
         self._pids = pids
         self._nvml: Any = None
         self._devices: list[Any] = []
-        with contextlib.suppress(Exception):  # not installed, no driver, or no permission
+        with contextlib.suppress(Exception):  # pynvml is not installed, or NVML is unavailable
             import pynvml as nvml
 
             nvml.nvmlInit()
@@ -115,7 +115,7 @@ class _Gpus:
             self._nvml = nvml
 
     def sample(self) -> dict[int, Row]:
-        """Return GPU use and GPU memory by process. Empty without GPUs."""
+        """Return GPU use and GPU memory by process, or an empty dictionary without GPUs."""
         rows: dict[int, Row] = {}
         if not self._devices:
             return rows

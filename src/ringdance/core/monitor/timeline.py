@@ -36,18 +36,18 @@ class Timeline:
         self._submitted: dict[tuple[int, int, str], deque[tuple[int, int]]] = defaultdict(deque)
         self._chunks: dict[tuple[int, int], list[Record]] = defaultdict(list)
         self._ranks: set[int] = set()
-        self._last: dict[int, int] = {}  # by rank: time of its last record
+        self._last: dict[int, int] = {}  # time of the last record, by rank
         self._uncertainties: dict[int, int] = {}
 
     def add(
         self, who: Who, name_of: Callable[[int], Label], records: Iterable[Record], offset: int = 0,
         uncertainty: int = 0, lost: int = 0,
     ) -> None:  # fmt: skip
-        """Add records of one rank.
+        """Add one rank's records.
 
         Args:
             who: The rank.
-            name_of: Returns the label with a given label number.
+            name_of: Maps a label number to its label.
             records: The records, oldest first.
             offset: Nanoseconds to add to the rank's clock.
             uncertainty: Uncertainty of the offset, in nanoseconds.
@@ -121,7 +121,7 @@ class Timeline:
             waiting = self._submitted[rank, record.set_id, name]
             submitted.append(waiting.popleft() if waiting else (0, 0))
         if not any(when for when, _ in submitted):
-            return  # not in the steps for which a timeline was requested
+            return  # not one of the steps for which a timeline was requested
         writer.span(
             _RANKS + rank, _BATCHES, kind, began, record.time,
             round=number, bytes=low | high << 32, tensors=len(names), process_set=record.set_id,
@@ -131,7 +131,7 @@ class Timeline:
         spans = activities(chunks, [nbytes for _, nbytes in submitted])
         for name, (when, nbytes), parts in zip(names, submitted, spans, strict=True):
             if not when:
-                continue  # submitted before the timeline started
+                continue  # the request was submitted before the timeline started
             pid = self._tensor(name, rank)
             writer.end(pid, rank, f"NEGOTIATE_{kind}", began, round=number, process_set=record.set_id)
             writer.begin(pid, rank, kind, began)

@@ -12,8 +12,8 @@ from ringdance.core.monitor.links import Clock, RemoteRing
 from ringdance.core.monitor.timeline import Timeline
 from ringdance.core.ring import RECORD, RingReader, records
 
-_SLICE = 500  # records converted at a time
-_RECORDS = 1 << 19  # maximum number in a file: about 200 MB of JSON, which viewers can still open
+_SLICE = 500  # number of records to convert at a time
+_RECORDS = 1 << 19  # maximum records per file, about 200 MB of JSON, which viewers can still open
 # Converting takes longer than the ranks take to write, and they may need all cores. While they run,
 # conversion gets this many seconds, and then this share of one core. The rest is converted at the end.
 _FIRST_S, _SHARE = 0.3, 0.005
@@ -24,11 +24,11 @@ Source = RingReader | RemoteRing
 
 
 class TraceFile:
-    """The file of a timeline.
+    """A timeline file that is being written.
 
     Args:
         path: Path of the file.
-        anew: True if the timeline starts later than the job.
+        anew: True if the timeline starts now, rather than at the start of the job.
 
     Attributes:
         path: Path of the file, as passed.
@@ -53,7 +53,7 @@ class TraceFile:
         return self._room <= 0
 
     def add(self, source: Source, first: int, data: bytes, lost: int, clock: Clock | None = None) -> None:
-        """Add a result of ``RingReader.take`` and ``RingReader.lost``. ``clock``: None if local."""
+        """Queue a result of ``RingReader.take``, and ``RingReader.lost``. ``clock``: None for this host."""
         if self.full or not data:
             return
         offset = -round(clock.ahead(RECORD.unpack_from(data)[0])) if clock else 0
@@ -68,7 +68,7 @@ class TraceFile:
         self._room -= len(data) // RECORD.size
 
     def convert(self, everything: bool = False) -> None:
-        """Write queued records, either all or as many as time allows. The file is valid afterwards."""
+        """Write all queued records, or as many as time allows. Afterwards, the file is valid JSON."""
         if not self._taken:
             return
         began = time.monotonic()

@@ -1,9 +1,9 @@
 """The vectors by which the members of a process set agree, and the members' response cache.
 
-A round is one AND over an integer from each member, so a set bit means "all members". What a single member
-may signal on its own (stop, cache miss, joined) is inverted. From the lowest bit, for n members::
+A round is one AND over an integer from each member, so a set bit means "all members". A condition
+that a single member may signal (stop, cache miss, joined) is inverted. From the lowest bit, for n members::
 
-    1 bit       CONTINUE: no member wants to stop
+    1 bit       CONTINUE: no member requests a stop
     1 bit       NO_WAITER: no member has a waiting thread (matters only in the round that stops)
     1 bit       HAS_UNNAMED: every member has an unnamed request pending
     n bits      member i has no cache miss (a request that is not in the response cache)
@@ -31,7 +31,7 @@ from ringdance.core.request import Description
 
 CONTINUE, NO_WAITER, HAS_UNNAMED = 1, 2, 4
 UNNAMED = 8  # maximum number of unnamed requests that a round can match
-PIGGYBACK_ENTRIES = 1 << 16  # a vector has 16 bits for the entry's number
+PIGGYBACK_ENTRIES = 1 << 16  # limited by the 16 bits that a vector has for an entry's number
 _M16 = (1 << 16) - 1
 _M32 = (1 << 32) - 1
 _DIGESTS = 32 * UNNAMED
@@ -49,7 +49,7 @@ def set_bits(bits: int) -> list[int]:
 
 
 class VectorLayout:
-    """Positions of the fields for a set of ``size`` members."""
+    """Field positions for a set of ``size`` members."""
 
     def __init__(self, size: int) -> None:
         self.everyone = (1 << size) - 1
@@ -59,7 +59,7 @@ class VectorLayout:
         self.unnamed_field = ((1 << 2 * _DIGESTS) - 1) << self.unnamed_at
         self.piggyback_at = self.unnamed_at + 2 * _DIGESTS
         self.ready_at = self.piggyback_at + 32
-        # In the bits of ``plain_mask``, the result of a round that has only cache hits equals ``plain``.
+        # If a round has only cache hits, its result equals ``plain`` in the bits selected by ``plain_mask``.
         self.plain = CONTINUE | self.everyone << self.misses_at | self.everyone << self.joined_at
         self.plain_mask = self.plain | HAS_UNNAMED
         self.neutral = (1 << self.piggyback_at) - 1  # ones in all fields before the piggyback field
@@ -83,9 +83,9 @@ class VectorLayout:
         return ((different & -different).bit_length() - 1) // 32 if different else UNNAMED
 
     def piggyback(self, slot: int) -> int:
-        """Return the field that names the entry whose data are piggybacked. See Note [Complements].
+        """Return the field for the slot of the entry whose data are piggybacked. See Note [Complements].
 
-        The AND leaves it unchanged if and only if all members sent the same field.
+        The AND leaves the field unchanged if and only if all members sent the same field.
         """
         return (slot | (slot ^ _M16) << 16) << self.piggyback_at
 
@@ -96,7 +96,7 @@ class Piggyback:
 
     Attributes:
         bit: The entry's ready bit.
-        field: The vector's field that names the entry.
+        field: The vector's piggyback field, which contains the entry's slot.
         reduction: How the data are reduced.
         buffers: Each member's buffer, by parity.
         record: Record of the all-reduce.
@@ -117,7 +117,7 @@ class CacheEntry:
         used: Round in which the request was last executed.
         mismatched: True if members submitted different requests under this name. The entry's bit then means
             only that a member has submitted one of them.
-        piggyback: How its data are piggybacked, or None if they are too large.
+        piggyback: How the request's data are piggybacked, or None if they are too large.
     """
 
     name: str
@@ -128,7 +128,7 @@ class CacheEntry:
 
 
 class ResponseCache:
-    """The requests that all members know.
+    """The requests that have been sent to all members, so that a bit suffices to announce them again.
 
     Only agreed events change the cache, so it is identical on all members.
 
@@ -153,7 +153,7 @@ class ResponseCache:
         if entry.description is description or entry.mismatched:
             return slot
         if entry.description == description:
-            entry.description = description  # the caller's object, so that ``is`` finds it next time
+            entry.description = description  # keep the caller's object, so that ``is`` matches next time
             return slot
         return None
 

@@ -1,4 +1,4 @@
-"""Decide which agreed requests are executed together. The result depends only on agreed facts."""
+"""Decide which agreed requests are executed together. Depends only on data that all members share."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from ringdance.core.request import Collective, Description, ReduceOp
 
 
 def description_bytes(description: Description) -> int:
-    """Return the size in bytes of a request whose description has complete shapes."""
+    """Return the size in bytes of a request's tensors. The description must have complete shapes."""
     pairs = zip(description.dtypes, description.shapes, strict=True)
     return sum([math.prod(shape) * dtype_named(dtype).itemsize for dtype, shape in pairs])
 
 
 def _batch_key(description: Description) -> tuple[Any, ...] | None:
-    """Return the key of the batches that may contain this request, or None if it must run alone."""
+    """Return a key that requests in the same batch must share, or None if this request must run alone."""
     if len(set(description.dtypes)) != 1 or description.detail:
         return None
     if description.kind == Collective.ALLREDUCE and description.operation != ReduceOp.ADASUM:
@@ -37,7 +37,7 @@ def is_plain(description: Description) -> bool:
 def plan_batches(descriptions: Sequence[Description], threshold: int) -> list[list[int]]:
     """Group requests, given in agreed order, into batches of at most ``threshold`` bytes.
 
-    A request that is larger than ``threshold`` forms its own batch. If it is 0, every request does.
+    A request that is larger than ``threshold`` forms its own batch. If the threshold is 0, all requests do.
     Returns lists of positions in ``descriptions``.
     """
     batches: list[list[int]] = []

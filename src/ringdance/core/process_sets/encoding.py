@@ -9,7 +9,7 @@ from typing import Any
 
 from ringdance.core.request import Collective, Description, ReduceOp
 
-# The description of a request, and why it was refused (None if it was not).
+# The description of a request, and the reason why its call was refused (None if it was accepted).
 Call = tuple[Description, str | None]
 
 

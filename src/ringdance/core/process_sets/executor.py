@@ -53,7 +53,7 @@ class Executor:
     """Executes the agreed requests of one process set.
 
     Attributes:
-        set_id: Number of the set. 0 for all ranks.
+        set_id: Number of the set, or 0 for all ranks.
         transport: The members' communicator.
         exchange: Moves the members' data.
         pending: The requests in flight.
@@ -139,7 +139,7 @@ class Executor:
         """Execute the first ``count`` unnamed requests. If ``count`` is 0, the first one is a mismatch."""
         pending = self.pending
         with self.lock:
-            if len(pending.unnamed) < max(1, count):  # one was given up after the vector was sent
+            if len(pending.unnamed) < max(1, count):  # a request was given up after the vector had been sent
                 raise StallError(pending.removal)
             works = pending.running = [pending.unnamed.popleft() for _ in range(max(1, count))]
         items = [AgreedRequest(work.name, work.request.description, work) for work in works]
@@ -182,7 +182,7 @@ class Executor:
             first, kind = batch[0], batch[0].description.kind
             results: list[Any]
             if first.work is not None and first.work.refusal is not None:
-                results = [[] for _ in batch]  # all members made the same invalid call, which raised an error
+                results = [[] for _ in batch]  # the same invalid call raised an error on all members
             elif error := self._forbidden(first):
                 results = [error for _ in batch]
             elif kind in _CHANGES and self.change is not None:
@@ -197,7 +197,7 @@ class Executor:
             self._finish(batch, results)
 
     def _forbidden(self, item: AgreedRequest) -> MismatchError | None:
-        """Return why an agreed request cannot be executed, or None. The result is equal on all members."""
+        """Return an error if an agreed request cannot be executed, else None. All members agree on it."""
         d, joined, size = item.description, self.pending.joined, self.transport.size
         if joined and d.kind not in (Collective.ALLREDUCE, Collective.BARRIER, Collective.TUNE):
             who = ", ".join(str(self.transport.identities[i]) for i in set_bits(joined))
@@ -228,11 +228,11 @@ class Executor:
                 item.work.finish(None if error else result, error)
 
     def _report_mismatch(self, item: AgreedRequest) -> Steps:
-        """Fail a request that differs between members. All members get the same message."""
+        """Fail a request that differs between members, with the same message on all of them."""
         own = None if item.work is None else (item.work.request.description, item.work.refusal)
         payloads = yield from self.exchange.gather_bytes(encode_call(item.name, own))
         calls = [decode_call(payload) for payload in payloads]
-        # An unnamed request's name contains the collective, which may differ. Use the first member's name.
+        # The generated name contains the collective, which may differ, so use the first member's name.
         submitted = [call for _, call in calls]
         error = MismatchError(mismatch_message(calls[0][0], self.transport.identities, submitted))
         self.recorder.text(str(error))

@@ -1,4 +1,4 @@
-"""The requests of one process set that are in flight on this rank, and which of them all members know.
+"""This rank's in-flight requests in one process set, divided into response cache hits and misses.
 
 Threads: submitting threads add requests, and the rounds of ``state`` take them out. Lock: callers hold the
 engine's lock.
@@ -22,11 +22,11 @@ class PendingRequests:
         misses: Named requests that are not in the response cache.
         ready: Bits of the cache entries that are pending here.
         unnamed: Requests without a name, in order of submission.
-        running: Unnamed requests that are being executed. They fail too if the engine fails.
+        running: Unnamed requests that are being executed. They also fail if the engine fails.
         join: The pending join request, or None.
-        joined: Bits of the members that all members know to have joined.
-        held: By name: requests, in order of submission, that are held until the peers know about a refused
-            request with the same name.
+        joined: Bits of the members that have joined, as agreed in the last round.
+        held: By name: requests, in order of submission, that are held until a refused request with the same
+            name has been reported to the peers.
         joined_here: True if this rank contributes neutral elements until all ranks have joined.
         eager_since: Submission time of the oldest request that the engine thread must start.
         eager_last: Submission time of the latest such request.
@@ -60,7 +60,9 @@ class PendingRequests:
         """Add a request. Raises DuplicateNameError or ProcessSetRemovedError."""
         if work.request.description.kind == Collective.JOIN:
             if self.join is not None:
-                raise DuplicateNameError("join() is already pending on this rank.")
+                raise DuplicateNameError(
+                    "join() is already pending on this rank. Wait for it before you call join() again."
+                )
             self.join = work
         elif name is None:
             if self.submitted >= self.limit:
@@ -108,7 +110,7 @@ class PendingRequests:
         """Refuse unnamed requests from ``number`` on. Remove and return those that are pending.
 
         A vector that this rank has already sent may contain them. The member that never submits them has not
-        sent any in their place, so they are not executed: see Note [Complements].
+        sent any in their place, so they are not executed (see Note [Complements]).
         """
         if number >= self.limit:
             return []
@@ -119,7 +121,7 @@ class PendingRequests:
         return late
 
     def release_held(self) -> None:
-        """Add a held request under each name whose refused request the peers now know about."""
+        """Add the next held request under each name whose refused request has been reported to the peers."""
         for name in [name for name in self.held if name not in self.named]:
             self._add_named(name, self.held[name].pop(0))
             if not self.held[name]:
@@ -150,7 +152,7 @@ class PendingRequests:
         return dropped
 
     def has_work(self) -> bool:
-        """Return True if any request is pending that a thread may wait for."""
+        """Return True if any request other than the tuning request is pending."""
         return bool(len(self.named) > (TUNE_NAME in self.named) or self.unnamed or self.join is not None)
 
     def withdraw_tuning(self) -> None:
@@ -165,14 +167,14 @@ class PendingRequests:
             self._add_named(work.name, work)
 
     def all_joined(self) -> Work | None:
-        """Start over after all members have joined. Returns this rank's join request."""
+        """Reset the join state after all members have joined. Returns this rank's join request."""
         work, self.join = self.join, None
         self.joined, self.joined_here = 0, False
         again = sorted((w for w in self.named.values() if w.order >= 0), key=lambda w: w.order)
         for unnamed in again:
             self._remove_named(unnamed.name)
         self.unnamed.extendleft(reversed(again))
-        self.submitted = 0  # members that joined early have counted fewer requests
+        self.submitted = 0  # members that joined early have submitted fewer requests
         for unnamed in self.unnamed:
             self._number(unnamed)
         return work

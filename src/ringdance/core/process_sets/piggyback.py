@@ -49,7 +49,8 @@ class Piggybacking:
     def load(self, ready: int) -> int:
         """Copy the first ready request's data next to the vector if they fit.
 
-        Returns the vector's field that names the cache entry, or 0. Lock: the caller holds ``executor.lock``.
+        Returns the vector's piggyback field, or 0 if nothing was copied. Lock: the caller holds
+        ``executor.lock``.
         """
         pending = self.executor.pending
         entry = self._loaded = pending.cache.entries[(ready & -ready).bit_length() - 1]

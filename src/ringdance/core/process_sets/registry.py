@@ -1,4 +1,4 @@
-"""The registry of an engine's process sets. Sets are added and removed by agreement of all ranks."""
+"""The registry of an engine's process sets. Sets are added and removed when all ranks agree."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from ringdance.core.transport.eventcount import EventCount
 from ringdance.errors import ArgumentError, CollectiveError, ProcessSetRemovedError
 from ringdance.settings import Settings
 
-FIRST_GROUP = 1 << 15  # first id of sets known only to their members; records have 16 bits for set ids
-TUNED_CHUNK_BYTES = 2 << 20  # largest chunk that may be chosen while the job runs
-_MIN_BUFFER = 1 << 16  # a few cache lines for each of hundreds of members, however small the chunks are
+FIRST_GROUP = 1 << 15  # first id of sets registered only on members; records have 16 bits for set ids
+TUNED_CHUNK_BYTES = 2 << 20  # largest chunk that tuning may choose while the job is running
+_MIN_BUFFER = 1 << 16  # even for small chunks, leave a few cache lines for each of hundreds of members
 
 
 _Post = Callable[[int, dict[str, Any]], None]
@@ -32,7 +32,7 @@ _Post = Callable[[int, dict[str, Any]], None]
 
 @dataclass(slots=True)
 class RegisteredSet:
-    """A process set as known to every rank, whether it is a member or not."""
+    """A process set as registered on this rank, whether the rank is a member or not."""
 
     ranks: tuple[int, ...]
     state: ProcessSetState | None  # None on ranks that are not members
@@ -56,7 +56,7 @@ def vector_bytes(size: int, capacity: int) -> int:
 
 
 class ProcessSets:
-    """The registered process sets. Ids and ranks are the same on all ranks.
+    """The registered process sets. A set has the same id and members wherever it is registered.
 
     Args:
         transport: Connects all ranks.
@@ -68,9 +68,9 @@ class ProcessSets:
     Attributes:
         registered: All sets by id.
         machines: State machines of this rank's sets, with their generators.
-        event_count: Wakes this rank. None unless all peers can reach it through a window on this host.
+        event_count: Event count that wakes this rank. None unless a window on this host connects all peers.
         on_tune: Takes each rank's measurements (b"" for a rank that has joined), and returns new values for
-            the set of all ranks, or None for no change. The attribute is None if tuning is off.
+            the set of all ranks, or None for no change. The attribute is None if tuning is disabled.
 
     Note [Tuning]
         Settings that determine what is executed, and how, are changed by a request like any other, and thus
@@ -81,8 +81,8 @@ class ProcessSets:
 
     Note [Groups that are destroyed]
         A rank that leaves a group sends the members a note with the number of requests it has submitted.
-        Requests match by their order, so the members then know which requests this rank will never submit.
-        These fail in the next check of the peers, with an error that names the rank. The other requests are
+        Requests match by their order, so this number identifies the requests that will never be submitted.
+        They fail in the next check of the peers, with an error that names the rank. The other requests are
         executed, because the rank continues to take part in the group's rounds until all members have left
         and none has such a request pending. Only then do all members agree to stop and free the group
         together. Until then, a message that was sent to a member can still be received.
@@ -108,7 +108,9 @@ class ProcessSets:
         """Return a process set. Raises ArgumentError if it does not exist."""
         known = self.registered.get(set_id)
         if known is None:
-            raise ArgumentError(f"Process set {set_id} does not exist. The process sets are {self.ranks()}.")
+            raise ArgumentError(
+                f"Process set {set_id} does not exist. The process sets and their ranks are {self.ranks()}."
+            )
         return known
 
     def ranks(self) -> dict[int, tuple[int, ...]]:
@@ -134,7 +136,7 @@ class ProcessSets:
         return min(filter(None, times), default=0.0)
 
     def check_new(self, ranks: Iterable[int]) -> tuple[int, ...]:
-        """Return the sorted members of a valid new set. Raises ArgumentError if it is not valid."""
+        """Return the ranks of a new set in ascending order. Raises ArgumentError if they are not valid."""
         size = self._transport.size
         try:
             wanted = tuple(sorted(operator.index(rank) for rank in ranks))
@@ -142,14 +144,14 @@ class ProcessSets:
             raise ArgumentError(f"The ranks of a process set must be integers, but got {ranks!r}.") from None
         if not wanted or wanted[0] < 0 or wanted[-1] >= size or len(set(wanted)) < len(wanted):
             raise ArgumentError(
-                f"A process set must contain at least one rank, and no rank twice, but got {list(wanted)}. "
-                f"This job has the ranks 0 to {size - 1}."
+                "A process set must have at least one rank, no duplicates, and only ranks of this job, but "
+                f"got {list(wanted)}. This job has the ranks 0 to {size - 1}."
             )
         for set_id, known in self.registered.copy().items():  # Note [Copies of dictionaries]
             if known.ranks == wanted and set_id < FIRST_GROUP:
                 raise ArgumentError(
                     f"A process set with the ranks {list(wanted)} already exists (number {set_id}). "
-                    "Each process set must have different ranks."
+                    "Use the existing process set instead."
                 )
         return wanted
 
@@ -178,7 +180,7 @@ class ProcessSets:
         self.registered[set_id] = RegisteredSet(ranks, state, alone)
 
     def add_group(self, set_id: int, ranks: tuple[int, ...]) -> None:
-        """Register a set that only its members know. All members must call this at the same time. Blocks."""
+        """Register a set on its members only. Blocks until all members have called this."""
         transport = None
         if len(ranks) > 1:
             transport = self._transport.subset(ranks, buffer_bytes(self._settings))
@@ -196,7 +198,7 @@ class ProcessSets:
     def check_left(self, post: _Post) -> None:
         """Send notes about groups that this rank has left, and stop groups that all members have left.
 
-        Called in steps.
+        Called during engine steps.
         """
         own = self._transport.rank
         for state in self.states():
@@ -206,11 +208,11 @@ class ProcessSets:
                 state.stopping = True
 
     def give_up(self, set_id: int, number: int, why: str, post: _Post) -> bool:
-        """Leave a group, and give up a request in it and all later ones. Returns False if it is not pending.
+        """Leave a group, and fail a request in it and all later ones. Returns False if it is not pending.
 
-        Called in steps. A message (``number`` -1) is not a request, so no request that was submitted is given
-        up. If a member has submitted the same request and has not read the note yet, both may have agreed to
-        execute it. In that case, the engine fails (``Executor.run_unnamed``).
+        Called during engine steps. A message (``number`` -1) is not a request, so it does not make this rank
+        give up any submitted request. If a member has submitted the same request but has not read the note
+        yet, both may have agreed to execute it. In that case, the engine fails (``Executor.run_unnamed``).
         """
         known = self.registered.get(set_id) if set_id >= FIRST_GROUP else None
         state = known.state if known is not None else None
@@ -232,7 +234,7 @@ class ProcessSets:
         self.on_left(self._transport.rank, note)
 
     def on_left(self, rank: int, note: dict[str, Any]) -> None:
-        """Fail operations that can never complete after a rank has left a group. Called in steps."""
+        """Fail operations that cannot complete because a rank left a group. Called during engine steps."""
         known = self.registered.get(note["set"])
         if known is None or (state := known.state) is None:
             return
@@ -246,7 +248,7 @@ class ProcessSets:
     def _steps_of_group(self, set_id: int, state: ProcessSetState) -> Steps:
         """Run until all members have left, then free the set."""
         yield from state.steps()
-        if not state.leaving:  # the job is ending
+        if not state.leaving:  # the set has stopped because the job is ending
             return
         self.fail_pending(state, ProcessSetRemovedError(state.removal()))
         yield from self._on_thread(state.close)
@@ -291,7 +293,7 @@ class ProcessSets:
         return [[]]
 
     def _on_thread(self, call: Callable[[], Any]) -> Steps:
-        """Run a possibly blocking call on its own thread, while other sets are stepped.
+        """Run a call that may block on a separate thread, while other sets are stepped.
 
         If MPI does not allow other threads, run the call on this one. That is safe, because all ranks make
         such calls in the same order and wait for nothing else.
@@ -335,7 +337,7 @@ class ProcessSets:
         with self._lock:
             works = state.pending.drop_all()
         for work in works:
-            # One instance per work: raising the same object repeatedly would make its traceback ever longer.
+            # One instance per Work, because each raise of a shared instance would extend its traceback.
             own = type(error)(*error.args)
             own.__cause__ = error.__cause__
             work.finish(error=own)

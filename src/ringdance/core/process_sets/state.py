@@ -63,7 +63,7 @@ class ProcessSetState:
     """The members' agreement, as seen from one member.
 
     Args:
-        set_id: Number of the set. 0 for all ranks.
+        set_id: Number of the set, or 0 for all ranks.
         transport: The members' communicator. Closed with the set.
         exchange: Moves the members' data.
         settings: The engine's settings.
@@ -76,14 +76,14 @@ class ProcessSetState:
         members: Global ranks of the members.
         executor: Executes the agreed requests.
         rounds: Number of rounds so far.
-        in_round: True during a round. The other members then rely on this rank's vector.
+        in_round: True during a round, in which the other members rely on this rank's vector.
         urgent: True if pending requests must start now.
-        stopping: True if this rank wants to stop.
+        stopping: True once this rank has requested a stop.
         stopped: True once all members have agreed to stop.
         no_waiter: After the stop, True if no thread of any member was still waiting.
-        leaving: True once this rank has left the group.
+        leaving: True once this rank leaves the group.
         left: Times (monotonic) at which members have left the group, by global rank.
-        why: Why a rank has left the group without destroying it. "" if none has.
+        why: Why a rank left the group without destroying it, or "" if no rank did.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class ProcessSetState:
         )  # fmt: skip
 
     def change(self, values: EngineValues) -> None:
-        """Continue with other values. Called between two batches, with the same values on all members."""
+        """Apply new values. Called between two batches, with the same values on all members."""
         executor, exchange = self.executor, self.exchange
         executor.threshold, self._cycle = values.fusion_threshold, values.cycle_time * 1e-3
         executor.plans.clear()
@@ -160,9 +160,9 @@ class ProcessSetState:
             exchange.flat = values.flat
 
     def _wanted_at(self) -> float | None:
-        """Return the time (monotonic) from which this rank wants a round. 0.0 means now.
+        """Return the time (monotonic) from which this rank has a reason to enter a round. 0.0 means now.
 
-        None means that it wants a round only after another event. Threads: any.
+        None means that there is no such reason until another event occurs. Threads: any.
         """
         pending = self.pending
         if not (pending.named or pending.unnamed or pending.join is not None):  # faster than has_work()
@@ -186,8 +186,7 @@ class ProcessSetState:
     def next_due(self) -> float | None:
         """Return the monotonic time at which the next round is due, 0 for now, or None. Threads: any.
 
-        None means that time alone will not make a round due: it takes a submission, or a thread that starts
-        to wait.
+        None means that no round becomes due until a request is submitted, or a thread starts to wait.
         """
         if self.in_round or self.stopping:
             return 0.0
@@ -195,7 +194,7 @@ class ProcessSetState:
         return None if wanted is None else max(wanted, self.pending.not_before)
 
     def steps(self) -> Steps:
-        """Run until all members have agreed to stop."""
+        """Run rounds until all members have agreed to stop."""
         pending = self.pending
         while not self.stopped:
             if not self.due():
@@ -218,7 +217,7 @@ class ProcessSetState:
                 pending.backoff = min(max(2 * pending.backoff, 5e-5), _MAX_BACKOFF)
                 pending.not_before = time.monotonic() + pending.backoff
             if not self.stopped:
-                yield  # without checking whether a round is due: after a lone operation, none is
+                yield  # do not check yet whether a round is due: after a lone operation, none is
 
     def _compose(self) -> int:
         """Build this rank's bit vector for the next round.
@@ -228,7 +227,7 @@ class ProcessSetState:
         layout, pending = self._layout, self.pending
         vector = layout.neutral
         for work in list(self._callers.waiting.values()):  # Note [Copies of dictionaries]
-            # If the work is complete, its thread is about to continue.
+            # Skip completed works: their threads are about to continue.
             if not work.complete and work.request.set_id == self.set_id:
                 vector = layout.waiting
                 break
@@ -269,7 +268,7 @@ class ProcessSetState:
             own_vector, others = self._views[window.vector_parity]
             own_vector[:] = vector.to_bytes(width, "little")
             window.signal()
-            if not window.reached():  # a peer is often just behind: check twice before taking the slow path
+            if not window.reached():  # check again before the slow path: peers are often just behind
                 while not window.reached():
                     yield
             for raw in others:

@@ -1,1 +1,1 @@
-"""Readable reports: stalls, deadlocks, mismatches, threads."""
+"""Human-readable reports about stalls, deadlocks, mismatches and threads."""

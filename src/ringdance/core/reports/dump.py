@@ -29,7 +29,7 @@ _memory = -1
 
 
 def enable() -> None:
-    """Let the user's other processes request this process's stacks. Linux only; does nothing elsewhere."""
+    """Let other processes of this user request this process's stacks. Linux only; does nothing elsewhere."""
     global _memory
     if _memory < 0 and hasattr(os, "memfd_create"):
         _memory = os.memfd_create(_NAME)
@@ -74,19 +74,19 @@ def worker_lines(frames: list[str]) -> list[str]:
 
 
 def main_frames(text: str) -> list[str]:
-    """Return the main thread's frames from the result of ``stacks_of``, innermost first. [] if unknown.
+    """Return the main thread's frames from ``stacks_of``'s result, innermost first, or [] if unknown.
 
     A frame reads ``file:line in function``.
     """
     main, *blocks = re.split(r"thread:? 0x0*", text, flags=re.IGNORECASE)[1:] or [""]
     known = [block for block in blocks if re.match(rf"{main.strip()}\b", block)]
-    # In a child that was forked by a thread other than the main thread, only that thread exists.
+    # A child that was forked by a thread other than the main thread contains only a copy of that thread.
     known = known or (blocks if len(blocks) == 1 else [""])
     frames = _FRAME.findall(known[0])
     return [f"{file}:{line} in {name}" for file, line, name in frames]
 
 
 def _handles(pid: int) -> bool:
-    """Return True if the process handles the signal, which would otherwise kill it."""
+    """Return True if a process has a handler for ``_SIGNAL``. Without one, the signal would kill it."""
     caught = re.search(r"^SigCgt:\s*(\w+)", linux.text(f"/proc/{pid}/status"), re.MULTILINE)
     return caught is not None and bool(int(caught[1], 16) >> (_SIGNAL - 1) & 1)

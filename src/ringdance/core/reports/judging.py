@@ -1,4 +1,4 @@
-"""Helpers of all tools that judge a training run: thresholds, who waits for whom, the spread of timings.
+"""Helpers for tools that assess a training run: thresholds, waiting times and the spread of timings.
 
 Used by the summary of a job, ``ringdance report``, ``bench`` and ``plan``. Standard library only.
 """
@@ -35,8 +35,8 @@ class Waiting(NamedTuple):
     Attributes:
         slowest: Index of the slowest rank.
         communication: Share of the time that even the slowest rank waits.
-        skew: Further share of the time that the other ranks wait for the slowest rank.
-        longer: Ratio of the slowest rank's own working time to the others'.
+        skew: Additional share of the time that the other ranks (median) wait for the slowest rank.
+        longer: Ratio of the slowest rank's working time to the median working time of the other ranks.
     """
 
     slowest: int
@@ -54,7 +54,7 @@ def waiting(shares: Sequence[float]) -> Waiting:
 
 
 def spread(times: Sequence[float]) -> float:
-    """Estimate the standard deviation from the median absolute deviation, because there may be outliers."""
+    """Estimate the standard deviation from the median absolute deviation, which tolerates outliers."""
     middle = median(times)
     # 1.48 is the ratio for a normal distribution. The other factor corrects for the bias of small samples.
     return 1.48 * len(times) / (len(times) - 0.8) * median([abs(time - middle) for time in times])

@@ -1,4 +1,4 @@
-"""Build the messages of mismatch errors, raised if ranks submit different requests under one name."""
+"""Messages of mismatch errors, which are raised if ranks submit different requests under one name."""
 
 from __future__ import annotations
 
@@ -65,12 +65,13 @@ _ORDER = (
 def mismatch_message(
     name: str, who: Sequence[Identity], submitted: Sequence[tuple[Description, str | None] | None]
 ) -> str:
-    """Return the error message, which is the same for all members.
+    """Return the message of a mismatch error, which is the same on all members.
 
     Args:
         name: Name of the requests.
         who: The members.
-        submitted: For each member, what it submitted and why its own call was refused. None if it has joined.
+        submitted: For each member, the description that it submitted, and the reason why its call was refused
+            (None if it was accepted), or None for a member that has joined.
     """
     shown_name, tensors = quoted(name), tensors_of(name)
     for identity, entry in zip(who, submitted, strict=True):
@@ -96,7 +97,7 @@ def mismatch_message(
 def _first_other_shape(
     tensors: Sequence[str], all_of: Sequence[Description]
 ) -> tuple[Callable[[Description], str], str]:
-    """Return a function that shows the shape of the first tensor that differs, and this tensor's name."""
+    """Find the first tensor whose shapes differ. Returns a formatter of its shape, and its quoted name."""
     index = next(i for i, _ in enumerate(tensors) if len({call.shapes[i] for call in all_of}) > 1)
     return lambda call: _shape(replace(call, shapes=(call.shapes[index],))), f"'{tensors[index]}'"
 

@@ -1,4 +1,4 @@
-"""Find out from /proc what threads on this host are doing. On systems other than Linux, this is unknown.
+"""Determine from /proc what threads on this host are doing. Linux only; nothing is known elsewhere.
 
 Standard library only, because ``ringdance explain`` needs it too.
 """
@@ -15,13 +15,13 @@ from typing import NamedTuple
 
 from ringdance.host.system import linux
 
-_COMPUTES = 0.3  # share of a core
+_COMPUTES = 0.3  # share of a core above which a thread counts as computing
 _IN_CALL = ", probably in a call that holds the GIL"
 _LOCKED = "waits for a lock, a queue or another thread"
 _MOST_THREADS = 2
-_PRIVATE = 128  # FUTEX_PRIVATE_FLAG: no other process can wake the thread; a null timeout means none
+_PRIVATE = 128  # FUTEX_PRIVATE_FLAG, which means that no other process can wake the thread
 _OPEN, _READ, _WRITE, _FILE_LOCK, _CHILD, _CONNECT, _ACCEPT, _POLL, _LOCK, _SLEEP, _DEVICE = range(11)
-# System call numbers, part of the kernel's stable interface: x86-64, and arm64 (and riscv64).
+# System call numbers on x86-64, and on arm64 and riscv64. They are part of the kernel's stable ABI.
 _X86 = {
     257: _OPEN, 2: _OPEN, 0: _READ, 17: _READ, 19: _READ, 45: _READ, 47: _READ, 1: _WRITE, 18: _WRITE,
     20: _WRITE, 44: _WRITE, 46: _WRITE, 74: _WRITE, 75: _WRITE, 72: _FILE_LOCK, 73: _FILE_LOCK, 61: _CHILD,
@@ -47,7 +47,7 @@ class CpuSample(NamedTuple):
 
 
 def sample_cpu(pid: int, tid: int = 0) -> CpuSample | None:
-    """Read the CPU time of a thread. Returns None if that is not possible.
+    """Read a thread's CPU time, or return None if it cannot be read.
 
     Args:
         pid: A process on this host.
@@ -58,13 +58,13 @@ def sample_cpu(pid: int, tid: int = 0) -> CpuSample | None:
 
 
 def thread_state(pid: int, tid: int = 0) -> tuple[str, str]:
-    """Return a thread's name and the letter of its state, both empty if the thread does not exist."""
+    """Return a thread's name and one-letter state code, or empty strings if the thread does not exist."""
     head, _, tail = linux.text(f"/proc/{pid}/task/{tid or pid}/stat").rpartition(")")
     return head.partition("(")[2], tail.strip()[:1]
 
 
 def task_ids(pid: int) -> list[int]:
-    """Return the kernel's thread ids of a process, or an empty list if they are unknown."""
+    """Return the kernel ids of a process's threads, or an empty list if they are unknown."""
     try:
         return [int(name) for name in os.listdir(f"/proc/{pid}/task")]
     except OSError:
@@ -78,7 +78,7 @@ def wakeable(tid: int) -> tuple[int, str]:
     else or with a timeout, and "runs" in all other cases, including when nothing is known.
     """
     used = sum(map(int, linux.text(f"/proc/self/task/{tid}/schedstat").split()[:2]))
-    call = linux.text(f"/proc/self/task/{tid}/syscall").split()  # read last: later use shows up in ``used``
+    call = linux.text(f"/proc/self/task/{tid}/syscall").split()  # read last: if it runs later, ``used`` grows
     if not used or len(call) < 7:
         return used, "runs"
     futex = _CALLS.get(int(call[0])) == _LOCK and int(call[2], 16) & _PRIVATE and int(call[4], 16) == 0
@@ -140,7 +140,7 @@ def _share(before: CpuSample | None, now: CpuSample | None) -> float:
 
 
 def _running_threads(pid: int) -> list[str]:
-    """Return the names of the threads that are running now, except the main thread."""
+    """Describe the threads of a process that are running now, except its main thread."""
     states = {tid: thread_state(pid, tid) for tid in task_ids(pid) if tid != pid}
     return [f"'{name}' (thread id {tid})" for tid, (name, letter) in states.items() if letter == "R"]
 
@@ -173,7 +173,7 @@ def _with_file(pid: int, kind: int, descriptor: int, pipe: bool) -> str:
         return f"waits for a lock on the file {path}{_holder(pid)}"
     if kind == _DEVICE:
         return "waits for the GPU" if "/nvidia" in path else ""
-    if pipe or path.startswith("pipe:"):  # do not use stat(), which may itself hang
+    if pipe or path.startswith("pipe:"):  # not determined with stat(), which may itself hang
         return _with_pipe(kind == _WRITE, path)
     return f"{'reads' if kind == _READ else 'writes'} {path}"
 
@@ -194,13 +194,13 @@ def _holder(pid: int) -> str:
 
 
 def _command(pid: int) -> str:
-    """Return a process's id, with its command if known. "" if ``pid`` stands for any child."""
+    """Return a process's id, and its command if known, or "" if ``pid`` is a wildcard as for waitpid()."""
     words = linux.text(f"/proc/{pid}/cmdline").replace("\0", " ").strip()[:100]
     return f"{pid} ({words})" if words else str(pid) if 0 < pid < 1 << 31 else ""
 
 
 def _memory_at(pid: int, address: int) -> str:
-    """Return the text at an address in a process's memory."""
+    """Return the C string at an address in a process's memory, or "" if it cannot be read."""
     with contextlib.suppress(OSError, OverflowError), open(f"/proc/{pid}/mem", "rb", buffering=0) as file:
         file.seek(address)
         return os.fsdecode(file.read(4096).partition(b"\0")[0])
@@ -208,7 +208,7 @@ def _memory_at(pid: int, address: int) -> str:
 
 
 def _address(pid: int, inode: str, end: int) -> str:
-    """Return the address of this end (1) or the other end (2) of a TCP connection."""
+    """Return the local address (``end`` 1) or the remote address (2) of a TCP socket, as "host:port"."""
 
     for name, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
         for line in linux.text(f"/proc/{pid}/net/{name}").splitlines()[1:]:

@@ -1,4 +1,4 @@
-"""Find out where this process's threads are in the user's code."""
+"""Locate this process's threads in the user's code, and describe what they are doing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MOST_FRAMES = 8
 _MOST_THREADS = 4
 _SAMPLE_S = 0.02
 _LOADS = "waits for its data loader"
-# What a thread is doing, judging by the library file that it is in.
+# Parts of library paths, and what a thread in such a file is doing.
 _BY_FILE = (
     ("/torch/cuda/", "waits for the GPU"),
     ("/torch/_inductor/", "compiles"),
@@ -49,7 +49,7 @@ def callers_of(frame: object) -> list[FrameType]:
 
 
 def thread_locations(pending: Collection[int | None] = ()) -> list[dict[str, Any]]:
-    """List where the main thread and other threads are in the user's code.
+    """List the locations of the main thread and other threads in the user's code.
 
     Args:
         pending: Identifiers of the threads that have submitted, or are waiting for, a pending request.
@@ -78,15 +78,15 @@ def thread_locations(pending: Collection[int | None] = ()) -> list[dict[str, Any
 
 
 def _doing(frames: Sequence[FrameType], said: str) -> str:
-    """Return what a thread is doing, judging by the library that it is in, or ``said`` if that is unknown."""
+    """Return what a thread is doing according to the library that it is in, or ``said`` if unknown."""
     inside = itertools.takewhile(lambda frame: not _is_users(frame), frames)
     return doing_in([frame.f_code.co_filename for frame in inside], said)
 
 
 def doing_in(files: Sequence[str], said: str) -> str:
-    """Return what a thread is doing, judging by its library files (innermost first), or ``said``."""
+    """Return what a thread is doing, according to its library files (innermost first), or ``said``."""
     known = [doing for file in files for part, doing in _BY_FILE if part in file]
-    # If the thread waits for another process, report that. A loader without workers runs in this thread.
+    # A loader without workers runs in this thread, so ``said`` describes what the loader is doing.
     loads = known[:1] == [_LOADS] and said and not said.startswith("waits")
     return said if not known or loads or said.startswith("waits for data") else known[0]
 

@@ -14,7 +14,7 @@ from ringdance.errors import UNEVEN_STEPS
 
 _MOST_NAMES = 6
 _MOST_THREADS = 3
-# Recognizes work that a single rank often does, from the names of functions or from what a thread is doing.
+# Matches function names and thread descriptions that suggest work which is often done by a single rank.
 _ONE_RANK_WORK = re.compile(r"eval|valid|checkpoint|save|export|predict|score", re.IGNORECASE)
 _IN_FILE = ("pending", "waiting", "joined", "after", "threads")
 
@@ -26,15 +26,15 @@ class Stall:
     Attributes:
         identities: All ranks.
         rank: The rank that reports the stall.
-        status: Status of that rank, from ``StallWatch.status``.
-        seconds: Seconds for which that rank has waited, or since it submitted the request.
-        waits: True if a thread of that rank is waiting for this request.
+        status: Status of the reporting rank, from ``StallWatch.status``.
+        seconds: Seconds that this rank has waited or, unless ``waits``, since it submitted the request.
+        waits: True if a thread of the reporting rank is waiting for this request.
         name: Name of the request.
         set_id: Process set of the request.
         others: Ranks of the other members.
         answers: Status of the ranks that have answered.
         unanswered: Descriptions of the ranks that have not answered.
-        in_round: True if a round of the process set is in progress on this rank.
+        in_round: True if a round of the process set is in progress on the reporting rank.
         behind: Members on this host that have not signaled in that round.
         idle: Seconds since anything made progress.
         moving: True if data are moving.
@@ -63,7 +63,7 @@ class Stall:
         answered = [rank for rank in self.others if rank in self.answers]
         has = {rank: self.name in pending_names(self.answers[rank], self.set_id) for rank in answered}
         self.missing = [rank for rank in answered if not has[rank]]
-        # Submitted without waking the engine: these ranks enter no round until one of their threads waits.
+        # These ranks have submitted without waking the engine, so they enter no round until a thread waits.
         self.unstarted = [
             rank for rank in answered if has[rank] and self.set_id not in self.answers[rank]["due"]
         ]
@@ -71,7 +71,7 @@ class Stall:
 
     @property
     def culprits(self) -> list[int]:
-        """Ranks that the others wait for: the late ones, or this one if no other submitted the request."""
+        """Ranks that the others wait for: late ranks, or ``rank`` if no other rank submitted the request."""
         if len(self.missing) == len(self.others) > 1:
             names = [set(pending_names(self.answers[rank], self.set_id)) for rank in self.missing]
             if set.intersection(*names):
@@ -79,7 +79,7 @@ class Stall:
         return self.missing or self.unstarted or self.unknown or list(self.behind)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the known facts, for the JSON file about the stall."""
+        """Return the contents of the JSON file about the stall."""
         statuses = {self.rank: self.status, **self.answers}
         return {
             "name": self.name, "process_set": self.set_id, "seconds": round(self.seconds, 3),
@@ -95,8 +95,8 @@ class Stall:
     def under_way(self, timeout: float) -> bool:
         """Return True if the exchange seems to be making progress.
 
-        This means that data are moving, or that all members have submitted the request and ``idle`` is below
-        ``timeout``.
+        This is the case if data are moving, or if all members have submitted the request and ``idle`` is less
+        than ``timeout``.
         """
         if self.missing or self.unstarted:
             return False

@@ -15,7 +15,7 @@ _UNKNOWN = (
     "exposed communication, slowest rank: unknown, because the script polled for results, or never waited "
     "for a result. Any other waiting in the script cannot be observed"
 )
-_FEW = 20  # steps: with fewer, any rank may be the slowest by chance
+_FEW = 20  # minimum number of steps; in a shorter run, any rank may be the slowest by chance
 
 
 class Figures(NamedTuple):
@@ -25,8 +25,8 @@ class Figures(NamedTuple):
         steps: Number of steps. For a whole run, 0 if they were not counted.
         seconds: Length of the period.
         waited: Seconds of the period in which training waited for results.
-        known: True if ``waited`` is complete. False if the script polled, or got all its results without any
-            observed wait.
+        known: True if ``waited`` covers all waiting. False if the script polled, or received all its results
+            without an observed wait.
     """
 
     steps: int
@@ -51,15 +51,16 @@ class Figures(NamedTuple):
 
 
 class RunSummary:
-    """Figures of this rank and, on rank 0 after all ranks have agreed to stop, of all ranks.
+    """Collects the figures of this rank and, on rank 0 at the end of the run, the figures of all ranks.
 
     Args:
         words: Words of this rank's ring.
-        after: Minimum length, in seconds, of a run that gets a summary. 0 for no summary.
+        after: Minimum length, in seconds, of a run that gets a summary, or 0 for no summary.
         size: Number of ranks.
 
     Attributes:
-        polled: True if the script has polled a result that was not complete, so it may wait by polling.
+        polled: True if the script has polled for a result before it was complete. In this case, the time that
+            the script waits is unknown.
     """
 
     def __init__(self, words: Sequence[int], after: float, size: int) -> None:
@@ -92,7 +93,7 @@ class RunSummary:
         return Figures(steps, seconds, waited / 1e9, known)
 
     def metrics(self) -> dict[str, Any]:
-        """Return this rank's figures in readable form. Recent figures cover the time since the last call."""
+        """Return this rank's figures by name. "Recent" ones cover the time since the previous call."""
         now, then = self.figures(), self._shown
         recent = now
         if then is not None and (then.steps > 0) == (now.steps > 0) and then.steps <= now.steps:
@@ -117,7 +118,7 @@ class RunSummary:
         return len(self._others) + 1 >= self._size
 
     def lines(self, identities: Sequence[Identity]) -> list[str]:
-        """Return the summary on rank 0, or an empty list if none is wanted."""
+        """Return the lines of the summary, or [] if no summary is wanted. Called on rank 0."""
         if not self.wanted():
             return []
         return summary_lines(identities, {0: self.figures(), **self._others}, self.seconds)

@@ -1,1 +1,1 @@
-"""Move bytes between ranks. Transports know nothing about tensor names, frameworks or sources of settings."""
+"""Transports, which move bytes between ranks. Independent of tensors, frameworks and settings."""

@@ -36,21 +36,21 @@ Array = np.ndarray[Any, Any]
 
 
 class Pending(Protocol):
-    """A collective that has been started."""
+    """A collective that is in progress."""
 
     def test(self) -> bool:
         """Advance the collective. Returns True if it is complete on this rank. Never blocks."""
 
 
 class Transfer(Pending, Protocol):
-    """A message on its way between two ranks. ``source`` is the sender's rank once it has arrived."""
+    """A message in transit between two ranks. After its arrival, ``source`` is the sender's rank."""
 
     source: int
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """A rank of the job, for use in messages and to check whether its process is alive."""
+    """Rank, host and process id of a member, for messages and to check whether its process is alive."""
 
     rank: int
     host: str
@@ -68,7 +68,7 @@ class Hierarchy:
         host_sizes: Number of members on each host. Hosts are in the order of their lowest members.
         buffer_bytes: Size of a member's buffers in a host's window: the smallest over all hosts.
         cross: Cross-host communicator of the members with this member's local index, one per host in the
-            order of ``host_sizes``. None if the local index is not below ``min(host_sizes)``.
+            order of ``host_sizes``, or None if the local index is not below ``min(host_sizes)``.
     """
 
     host_sizes: tuple[int, ...]
@@ -84,8 +84,8 @@ class Transport(abc.ABC):
             the whole job.
         identities: Identity of each member. ``Identity.rank`` is the rank in the whole job.
         host_group: Ranks (in this communicator) of the members on this host, in ascending order.
-        window: Memory shared by this host's members, or None.
-        event_count: Wakes members on this host, or None.
+        window: Memory shared by the members on this host, or None.
+        event_count: Event count that wakes the members on this host, or None.
         several_threads: True if the transport's library may be called from any thread.
     """
 
@@ -113,11 +113,11 @@ class Transport(abc.ABC):
         return parent.event_count, [group.index(self.identities[i].rank) for i in self.host_group]
 
     def ranks_of(self, comm: Any) -> tuple[int, ...]:
-        """Return the ranks (in this communicator, ascending) of the members of a user's communicator.
+        """Return the ranks, in this communicator and ascending, of a user communicator's members.
 
         Raises ArgumentError if ``comm`` cannot be used, or has members outside this communicator.
         """
-        raise ArgumentError(f"{comm!r} cannot be used: this process is not part of an MPI job.")
+        raise ArgumentError(f"Cannot use {comm!r}, because this process is not part of an MPI job.")
 
     @abc.abstractmethod
     def allreduce(self, buffer: Array, operation: str, receive: Array | None = None) -> Pending:
@@ -170,13 +170,13 @@ class Transport(abc.ABC):
     def hierarchy(self) -> Hierarchy | None:
         """Prepare two-stage reductions. The call is collective over all members and may block.
 
-        Returns None on all members if nothing would be gained (one host, or one member per host), or if the
+        Returns None on all members if two stages are not faster (one host, or one member per host), or if the
         members on some host do not share memory.
         """
 
     @abc.abstractmethod
     def post(self, rank: int, message: bytes) -> None:
-        """Send a note to one member without waiting for its arrival."""
+        """Send a note to one member, without waiting until it arrives."""
 
     @abc.abstractmethod
     def messages(self) -> list[tuple[int, bytes]]:
@@ -187,9 +187,9 @@ class Transport(abc.ABC):
         """Return "running", "stopped", "gone" or, for a member on another host, "unknown"."""
 
     def lost(self, error: BaseException) -> list[int] | None:
-        """Return the ranks known to have died if ``error`` means that members died, otherwise None."""
+        """Return the ranks known to be dead if ``error`` means that a member has died, otherwise None."""
         return None
 
     @abc.abstractmethod
     def close(self, agreed: bool) -> None:
-        """Free everything. ``agreed`` is True if all members do so and nothing is in flight."""
+        """Free the communicator. ``agreed``: True if all members call this while nothing is in flight."""

@@ -1,8 +1,8 @@
-"""Wait without taking cores from the computation. Contains the Linux-only parts of the transports.
+"""Wait for other ranks without using CPU time. Contains the Linux-only parts of the transports.
 
 If all peers of a rank are on its host, it waits on a *futex*: a 32-bit word in the window, which a peer
-changes before it wakes the waiter. The peer makes a system call only if the "waiting" flag is set. It can
-miss the flag (x86 lets a load pass an earlier store), so every wait ends after at most 20 ms.
+changes before it wakes the waiter. The peer makes a system call only if the "waiting" flag is set. The peer
+may miss the flag (x86 lets a load pass an earlier store), so every wait ends after at most 20 ms.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class EventCount:
         self._spare: Any = None
 
     def flag_position(self, index: int) -> int:
-        """Return the position in ``words`` of the flag of the rank with local index ``index``."""
+        """Return the position, in ``words``, of the flag for the rank with local index ``index``."""
         return index * self._stride + 1
 
     def close(self) -> None:
@@ -73,7 +73,7 @@ class EventCount:
                 _syscall(_number, word, _FUTEX_WAKE, 0x7FFFFFFF, None, None, 0)
 
     def notify_self(self) -> None:
-        """Wake a waiting thread of this rank, because another thread has submitted something."""
+        """Wake a waiting thread of this rank. Called after another thread has submitted a request."""
         self.notify(self._own // self._stride)
 
     def prepare_wait(self) -> int:
@@ -82,7 +82,7 @@ class EventCount:
         return self.words[self._own]
 
     def cancel_wait(self) -> None:
-        """Revoke ``prepare_wait``, because the condition already holds."""
+        """Undo ``prepare_wait``. Called instead of ``wait`` if the condition already holds."""
         self.words[self._own + 1] = 0
 
     def wait(self, seen: int, seconds: float) -> None:
@@ -105,6 +105,6 @@ def process_state(pid: int) -> str:
             letter = file.read().rpartition(")")[2].split()[0]
     except ProcessLookupError:
         return "gone"
-    except (OSError, IndexError):  # another user's process, or a system without /proc
+    except (OSError, IndexError):  # the process belongs to another user, or /proc does not exist
         return "running"
     return {"Z": "gone", "X": "gone", "T": "stopped", "t": "stopped"}.get(letter, "running")

@@ -19,10 +19,10 @@ _initialized_here = False
 def load_mpi(thread_level: str = "multiple") -> Any:
     """Import mpi4py's MPI without mpi4py's own side effects, and initialize MPI once."""
     global _initialized_here
-    # Otherwise, Open MPI from a wheel prints a notice about its UCX component whenever a window is made.
+    # Suppress a notice about UCX that Open MPI from a wheel prints whenever a window is created.
     os.environ.setdefault("OMPI_MCA_osc", "^ucx")
     if os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "") == os.environ.get("OMPI_COMM_WORLD_SIZE"):
-        # All ranks are on this host. Looking for network hardware would add a second to MPI_Init.
+        # All ranks are on this host, so skip the search for network hardware, which takes a second.
         os.environ.setdefault("OMPI_MCA_pml", "ob1")
         os.environ.setdefault("OMPI_MCA_btl", "^tcp,openib,ofi,uct,usnic,ugni,portals4")
     try:
@@ -41,7 +41,7 @@ def load_mpi(thread_level: str = "multiple") -> Any:
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         _log.warning(
             "ringdance: MPI was initialized without support for multiple threads (MPI_THREAD_MULTIPLE), so "
-            "operations start only when the main thread waits for them."
+            "operations do not start until the main thread waits for them."
         )
     return MPI
 
@@ -60,18 +60,18 @@ def _init_thread(mpi: Any, level: int) -> None:
     if code:
         raise LaunchError(f"MPI_Init_thread in {mpi.__file__} failed with error code {code}.")
     for comm in (mpi.COMM_WORLD, mpi.COMM_SELF):
-        comm.Set_errhandler(mpi.ERRORS_RETURN)  # as mpi4py does, so that errors become exceptions
+        comm.Set_errhandler(mpi.ERRORS_RETURN)  # like mpi4py, so that errors raise exceptions
 
 
 def library_version() -> str:
-    """Return the first line of the version text of the loaded MPI library."""
+    """Return the first line of the loaded MPI library's version string."""
     from mpi4py import MPI
 
     return str(MPI.Get_library_version()).splitlines()[0].strip()
 
 
 def finalize(agreed: bool) -> None:
-    """Finalize MPI if this module initialized it and all ranks are finalizing it too (``agreed``)."""
+    """Finalize MPI if this module initialized it and all ranks have ``agreed`` to finalize it."""
     global _initialized_here
     if not _initialized_here or not agreed:
         return

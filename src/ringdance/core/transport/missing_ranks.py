@@ -23,13 +23,13 @@ from ringdance.settings.names import RANK_NAMES, SIZE_NAMES
 
 _log = logging.getLogger("ringdance")
 
-_MARK = "ringdance init"  # 15 characters at most
-_OWN_RANK = "RINGDANCE_RANK"  # our own launcher sets this for the rank itself, not for its wrapper
+_MARK = "ringdance init"  # a thread name, for which Linux allows at most 15 characters
+_OWN_RANK = "RINGDANCE_RANK"  # set by our launcher for the rank itself, but not for a wrapper process
 
 
 @dataclass
 class _Ranks:
-    """Ranks on this host. ``present`` ranks are waiting in init(), ``late`` ranks (rank -> pid) are not."""
+    """Ranks on this host: ``present`` are waiting in init(), ``late`` (rank -> pid) are not yet."""
 
     present: set[int] = field(default_factory=set)
     late: dict[int, int] = field(default_factory=dict)
@@ -40,8 +40,8 @@ def waiting_in_init(timeout: float, ranks: Collection[int] = ()) -> Iterator[Non
     """Mark this rank as waiting, and warn after ``timeout`` seconds which ranks are missing.
 
     Args:
-        timeout: Seconds until the first warning. It is repeated after twice and four times as long, and so
-            on.
+        timeout: Seconds until the first warning. The warning is repeated after twice as long, four times as
+            long, and so on.
         ranks: Expected ranks. Empty for all.
     """
     done = threading.Event()
@@ -60,7 +60,7 @@ def _watch(done: threading.Event, timeout: float, ranks: Collection[int]) -> Non
     waited = timeout
     while not done.wait(timeout):
         name, local = _scan()
-        # The lowest waiting rank on the host reports for all of them.
+        # Only the lowest waiting rank on the host reports.
         if not local.present or int(os.environ[name]) == min(local.present):
             _log.warning("ringdance: %s", _report(local, ranks, waited))
         timeout, waited = waited, 2 * waited
@@ -78,7 +78,7 @@ def missing_rank_report(ranks: Collection[int], waited: float) -> str:
 
 def _scan() -> tuple[str, _Ranks]:
     """Return the name of the launcher's rank variable, and the ranks that it started on this host."""
-    import psutil  # imported here because it takes 30 ms
+    import psutil  # imported late, because the import takes 30 ms
 
     name = next((name for name in RANK_NAMES if name in os.environ), "")
     local = _Ranks()

@@ -24,7 +24,7 @@ from ringdance.host.system import linux
 _log = logging.getLogger("ringdance")
 _FAILED_S = 0.3
 _MOST_BYTES = (1 << 31) - 1  # maximum size of a message between two ranks: the limit of MPI's counts
-_FIRST_TAG = 2  # for messages between two ranks; the engine's notes have tag 1
+_FIRST_TAG = 2  # lowest tag for messages between two ranks; the engine's notes have tag 1
 
 
 class MpiTransport(Transport):
@@ -59,13 +59,13 @@ class MpiTransport(Transport):
         node = self._node
         count = node.Get_size()
         size = window_size(count, vector_bytes, window_bytes)
-        # Touching a page while /dev/shm is full raises SIGBUS, so check first. All ranks on a host agree.
+        # Touching a page while /dev/shm is full raises SIGBUS, so all ranks on the host check this first.
         if not all(gather(node, has_room(free_shared_memory(), count, vector_bytes, window_bytes))):
             if node.Get_rank() == 0:
                 _log.warning(
                     "ringdance: /dev/shm on %s has less than %d MiB of free space. The ranks on this host "
-                    "exchange data in MPI messages instead, which is slower. Enlarge /dev/shm (for a "
-                    "container, with --shm-size).",
+                    "therefore exchange data in MPI messages, which is slower than shared memory. Enlarge "
+                    "/dev/shm. For a container, use --shm-size.",
                     socket.gethostname(),
                     -(-2 * size >> 20),
                 )
@@ -87,10 +87,14 @@ class MpiTransport(Transport):
     def ranks_of(self, comm: Any) -> tuple[int, ...]:
         mpi = self._mpi
         if comm == mpi.COMM_NULL:
-            raise ArgumentError("MPI.COMM_NULL has no ranks. Do not pass it on ranks that are not members.")
+            raise ArgumentError(
+                "MPI.COMM_NULL has no ranks. On ranks that are not members, pass a list of member ranks."
+            )
         ranks = translated(comm.Get_group(), self._comm)
         if mpi.UNDEFINED in ranks:
-            raise ArgumentError(f"{comm!r} contains processes that are not ranks of this job.")
+            raise ArgumentError(
+                f"{comm!r} contains processes that are not ranks of this job. Use a communicator of ranks."
+            )
         return tuple(sorted(ranks))
 
     def allreduce(self, buffer: Array, operation: str, receive: Array | None = None) -> Pending:
@@ -174,7 +178,7 @@ class MpiTransport(Transport):
         self._sent.append((self._notes.Isend([data, self._mpi.BYTE], dest=rank, tag=1), data))
 
     def _is_sent(self, request: Any) -> bool:
-        """Return True if a note has been sent, or never will be because its receiver has died."""
+        """Return True if a note has been sent, or cannot be sent because its receiver has died."""
         try:
             return bool(request.Test())
         except self._mpi.Exception as error:
@@ -187,12 +191,12 @@ class MpiTransport(Transport):
         status = self._mpi.Status()
         while True:
             try:
-                Incoming.match_all()  # a sender may be waiting for this rank, and this rank for another
+                Incoming.match_all()  # unblocks senders while this rank is waiting for another rank
                 message = self._notes.Improbe(tag=1, status=status)
             except self._mpi.Exception as error:
                 if self.lost(error) is None:
                     raise
-                return notes  # the notes that have arrived are handled before the loss is reported
+                return notes  # let the caller handle these notes before reporting the loss
             if message is None:
                 return notes
             data = np.empty(status.Get_count(self._mpi.BYTE), np.uint8)
@@ -206,9 +210,9 @@ class MpiTransport(Transport):
         lost = (mpi.ERR_PROC_FAILED, mpi.ERR_PROC_FAILED_PENDING, mpi.ERR_REVOKED)
         certain = error.Get_error_class() in lost
         until = time.monotonic() + _FAILED_S
-        while True:  # a send can fail before the library reports that its receiver has died
+        while True:  # a send may fail before MPI reports that its receiver has died
             with contextlib.suppress(mpi.Exception):
-                self._notes.Iprobe(tag=1)  # lets the library detect failures
+                self._notes.Iprobe(tag=1)  # MPI detects failures during calls
             ranks = _failed(self._comm)
             if ranks or certain or time.monotonic() > until:
                 return ranks if ranks or certain else None
@@ -221,11 +225,11 @@ class MpiTransport(Transport):
 
     def close(self, agreed: bool) -> None:
         if not agreed:
-            return  # a posted collective cannot be canceled: leave everything as it is
+            return  # free nothing, because posted collectives cannot be canceled
         if self._cross is not None:
             self._cross.close(True)
         if self._memory is not None:
-            # Views of the window may outlive it, but must not be used from here on.
+            # Views of the window may still exist, but must not be used after this point.
             if self.event_count is not None and self._own_events:
                 self.event_count.close()
             self.window = self.event_count = None
@@ -264,19 +268,19 @@ def _check_length(buffer: Array) -> None:
 
 
 def has_room(free: int, count: int, vector_bytes: int, window_bytes: int) -> bool:
-    """Return True if ``free`` bytes are enough for the window of ``count`` ranks, and for MPI itself."""
+    """Return True if ``free`` bytes suffice for the window of ``count`` ranks and for MPI itself."""
     return free > 2 * window_size(count, vector_bytes, window_bytes)
 
 
 def free_shared_memory() -> int:
     """Return the number of free bytes in this host's /dev/shm."""
     free = linux.shared_memory()
-    return free if free >= 0 else 1 << 62  # no /dev/shm: MPI keeps shared memory elsewhere
+    return free if free >= 0 else 1 << 62  # no /dev/shm: MPI allocates shared memory elsewhere
 
 
 @contextlib.contextmanager
 def lost_in_start(comm: Any) -> Iterator[None]:
-    """If a blocking call fails and a peer has died, raise RankLostError instead."""
+    """Raise RankLostError if a blocking call in this context fails because a peer has died."""
     try:
         yield
     except Exception as error:
@@ -288,16 +292,16 @@ def lost_in_start(comm: Any) -> Iterator[None]:
 
 
 def _failed(comm: Any) -> list[int]:
-    """Return the ranks in ``comm`` that the library knows to have died."""
+    """Return the ranks in ``comm`` that MPI has reported as dead."""
     try:
         failed = comm.Get_failed()
-    except NotImplementedError:  # an MPI library without fault tolerance
+    except NotImplementedError:  # this MPI library does not support fault tolerance
         return []
     return translated(failed, comm)
 
 
 def translated(group: Any, comm: Any) -> list[int]:
-    """Return the ranks in ``comm`` of the members of an MPI group, and free the group."""
+    """Return the ranks, in ``comm``, of an MPI group's members, and free the group."""
     own = comm.Get_group()
     ranks = list(group.Translate_ranks(list(range(group.Get_size())), own))
     group.Free()

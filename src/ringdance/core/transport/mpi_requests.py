@@ -1,4 +1,4 @@
-"""Posted MPI operations that may be in flight, and receives that wait for their messages."""
+"""MPI operations that are in flight, and receives that are not posted until their messages arrive."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class MpiPending:
 
 
 class MpiTransfer(MpiPending):
-    """A message between two ranks. ``status`` is an MPI status object, to be filled in."""
+    """A message between two ranks. MPI fills in ``status`` when the message is complete."""
 
     __slots__ = ("_status", "source")
 
@@ -75,7 +75,7 @@ class Incoming:
     def match(self) -> None:
         """If a message for this receive has arrived, post the first receive that matches the message.
 
-        That may be an earlier receive. Lock: the caller holds ``_matching``.
+        This may be an earlier receive than this one. Lock: the caller holds ``_matching``.
         """
         status = self._mpi.Status()
         if self.comm.Iprobe(source=self._source, tag=self._tag, status=status):

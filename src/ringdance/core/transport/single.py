@@ -10,7 +10,7 @@ from ringdance.core.transport.base import Identity, Transport
 
 
 def _refuse(*arguments: Any) -> Any:
-    raise NotImplementedError("A process without peers exchanges nothing.")
+    raise NotImplementedError("A process without peers cannot start an exchange.")
 
 
 _no_peers: Any = _refuse
@@ -31,11 +31,11 @@ class SingleTransport(Transport):
 
 
 class OutsideTransport(SingleTransport):
-    """What a process that is not a rank knows about a job: one of its ranks, and the number of ranks.
+    """Represents a job in a process that is not a rank: holds one of the job's ranks and the rank count.
 
     Args:
-        rank, size: That rank in its communicator, and the number of ranks.
-        pid: Process id of that rank, which is on this host.
+        rank, size: The rank in its communicator, and the number of ranks.
+        pid: Process id of the rank, which must be on this host.
     """
 
     def __init__(self, rank: int, size: int, pid: int) -> None:

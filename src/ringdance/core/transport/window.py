@@ -6,8 +6,8 @@ Layout, for m members::
     m x 2 vectors     agreement vectors; after each, 4096 bytes for piggybacked data
     m x 2 buffers     data
 
-A member publishes its writes by incrementing its ``signaled`` counter (``signal``). It may read what the
-other members wrote once all their counters have reached the same value (``reached``).
+A member publishes its writes by incrementing its ``signaled`` counter (``signal``). It may read the data of
+the other members once all their counters have reached the same value (``reached``).
 
 Note [Parity]
     Vectors and buffers exist twice and are used alternately (parity 0 and 1). A member writes to one again
@@ -34,7 +34,7 @@ def _round_up(number: int, unit: int) -> int:
 
 
 def window_size(members: int, vector_bytes: int, buffer_bytes: int) -> int:
-    """Return the size in bytes of a window for this number of members."""
+    """Return the size, in bytes, of a window with this number of members."""
     control = _round_up(members * (_LINE + 2 * (_round_up(vector_bytes, _LINE) + PIGGYBACK_BYTES)), _PAGE)
     return control + members * 2 * _round_up(buffer_bytes, _PAGE)
 
@@ -48,8 +48,8 @@ class Window:
         members: Number of members that share the memory.
         vector_bytes: Length of the longest vector.
         buffer_bytes: Size of each of a member's two buffers.
-        fence: Makes this member's stores visible. Called only on machines that need it.
-        shared: Event count to wake members with, and their local indices in it. None to create one.
+        fence: Makes this member's stores visible to the others. Called only on CPUs that require it.
+        shared: Event count that wakes the members, and their local indices in it. None to create one.
 
     Attributes:
         vectors, piggybacks, buffers: Memory by parity, then by member. See Note [Parity].
@@ -59,14 +59,8 @@ class Window:
     """
 
     def __init__(
-        self,
-        memory: np.ndarray[Any, Any],
-        index: int,
-        members: int,
-        vector_bytes: int,
-        buffer_bytes: int,
-        fence: Callable[[], None],
-        shared: tuple[EventCount, Sequence[int]] | None = None,
+        self, memory: np.ndarray[Any, Any], index: int, members: int, vector_bytes: int, buffer_bytes: int,
+        fence: Callable[[], None], shared: tuple[EventCount, Sequence[int]] | None = None,
     ) -> None:
         self.index = index
         self.members = members
@@ -78,7 +72,7 @@ class Window:
         self._own = index * (_LINE // 8)
         self._peers = [i * (_LINE // 8) for i in range(members) if i != index]
         self.count = 0
-        self._seen = 0  # so many of the first _peers are known to have signaled
+        self._seen = 0  # number of leading _peers known to have signaled
         room = _round_up(vector_bytes, _LINE) + PIGGYBACK_BYTES
         starts = [[members * _LINE + (2 * m + parity) * room for m in range(members)] for parity in (0, 1)]
         self.vectors = [[raw[at : at + room] for at in row] for row in starts]
@@ -103,7 +97,7 @@ class Window:
             self.buffers[parity][self.index][::_PAGE] = 0
 
     def signal(self) -> None:
-        """Publish this member's writes. ``reached`` returns True once all members have done the same."""
+        """Publish this member's writes. ``reached`` returns True once all members have published theirs."""
         if self._fence:
             self._fence()
         self.count += 1

@@ -1,4 +1,4 @@
-"""Start a job with MPI: wait for all ranks, compare settings, create the transport. Also restart a job."""
+"""Start or restart a job with MPI: wait for all ranks, compare settings and create the transport."""
 
 from __future__ import annotations
 
@@ -25,30 +25,25 @@ from ringdance.errors import ArgumentError, RankLostError, SettingError
 
 
 def world_transport(
-    comm: Any = None,
-    *,
-    window_bytes: int,
-    vector_bytes: int,
-    common: dict[str, Any],
-    least_bytes: int = 0,
-    timeout: float = 30.0,
-    threads: bool = True,
+    comm: Any = None, *, window_bytes: int, vector_bytes: int, common: dict[str, Any], least_bytes: int = 0,
+    timeout: float = 30.0, threads: bool = True,
 ) -> MpiTransport:
     """Initialize MPI if necessary and return the transport of the whole job.
 
     Args:
         comm: None for all processes, a list of ranks in MPI.COMM_WORLD, or an mpi4py communicator.
-        window_bytes: Size of each rank's buffers in a host's window. 0 for no window.
+        window_bytes: Size of each rank's buffers in a host's window, or 0 for no window.
         vector_bytes: Length of the longest agreement vector.
-        common: Values that must be equal on all ranks, by name.
-        least_bytes: Replaces ``window_bytes`` on all ranks if a host has no room for windows of that size.
+        common: Values by name. Each must be equal on all ranks.
+        least_bytes: Size to use on all ranks instead of ``window_bytes`` if a host lacks room for the latter.
+            0 to keep ``window_bytes``.
         timeout: Seconds after which a warning says which ranks are missing.
         threads: If True, request multithreading support from MPI.
 
     Raises:
         ArgumentError: ``comm`` is of another type, or does not contain this process.
         LaunchError: MPI cannot be loaded.
-        SettingError: A value in ``common`` differs. Raised on all ranks.
+        SettingError: A value in ``common`` differs between ranks. Raised on all ranks.
     """
     with waiting_in_init(timeout, _expected(comm)):
         mpi = load_mpi("multiple" if threads else "single")
@@ -71,7 +66,7 @@ def wait_for_restart(comm: Any, peers: Sequence[Identity], timeout: float, limit
         limit: Maximum seconds to wait.
 
     Raises:
-        RankLostError: A process on this host has exited, or not all were ready in time.
+        RankLostError: A rank on this host has exited, or not all ranks were ready within ``limit``.
     """
     from mpi4py import MPI
 
@@ -89,18 +84,18 @@ def wait_for_restart(comm: Any, peers: Sequence[Identity], timeout: float, limit
                 checked = now
                 gone = [who for who in peers if who.host == here and process_state(who.pid) == "gone"]
                 if gone:
-                    raise RankLostError(f"The job cannot restart: {gone[0]} has exited.")
+                    raise RankLostError(f"The job cannot restart because {gone[0]} has exited.")
             if now > began + limit:
                 raise RankLostError(
-                    f"The job cannot restart: not all {len(peers)} ranks were ready within {limit:g} s "
-                    f"(setting elastic_timeout). {missing_rank_report(ranks, limit)}"
+                    f"The job cannot restart because some of its {len(peers)} ranks were not ready within "
+                    f"{limit:g} s (elastic_timeout). {missing_rank_report(ranks, limit)}"
                 )
             time.sleep(backoff)
             backoff = min(2 * backoff, 0.02)
 
 
 def _expected(comm: Any) -> list[int]:
-    """Return which of the launcher's ranks form the job, or an empty list for all."""
+    """Return the launcher's ranks that form the job, or an empty list if all of them do."""
     if comm is None:
         return []
     if not hasattr(comm, "Get_group"):
@@ -152,6 +147,8 @@ def _choose(mpi: Any, comm: Any) -> Any:
             "not in the list. Call init() only on the ranks that form the job."
         )
     if len(set(ranks)) < len(ranks) or min(ranks) < 0 or max(ranks) >= world.Get_size():
-        raise ArgumentError(f"init(comm={ranks}): the ranks must be distinct and below {world.Get_size()}.")
+        raise ArgumentError(
+            f"init(comm={ranks}): the ranks must be distinct, not negative, and below {world.Get_size()}."
+        )
 
     return world.Create_group(world.Get_group().Incl(ranks))

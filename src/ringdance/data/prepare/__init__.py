@@ -1,1 +1,1 @@
-"""``ringdance data``: prepare data sets of images and click logs, check them, and describe them."""
+"""``ringdance data``: prepare, check and describe data sets of images and click logs."""

@@ -1,4 +1,4 @@
-"""Read click logs in their original format: split them into chunks of whole rows, and skip broken rows."""
+"""Read click logs in chunks of whole rows, and parse all rows that are not broken."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _COMPRESSED: dict[str, Callable[[Any], Any]] = {
 }  # fmt: skip
 PARQUET = ".parquet"
 _PARQUET_ROW = 256  # approximate size of a row as text, in bytes
-_HEAD = 1 << 16  # bytes that contain at least the first line
-_SHARE = 100  # if more than one row in 100 is broken, the chunk is assumed to have another format
+_HEAD = 1 << 16  # number of bytes to inspect at the start of a file; they must include the first line
+_SHARE = 100  # more than one broken row in 100 suggests that the format was not recognized
 
 
 @dataclass(frozen=True)
@@ -38,14 +38,14 @@ class SourceFile:
     """A click-log file.
 
     Attributes:
-        path: Path of the file. The suffix decides how it is decompressed. Parquet is converted to text.
+        path: Path of the file. Its suffix determines how the file is decompressed.
         group: 1 for a file of the validation split, otherwise 0. Rows are shuffled within their group.
-        format: "rows", "tfrecord", "libsvm" or "csv".
+        format: "rows", "tfrecord", "libsvm" or "csv". Parquet is converted to "csv".
         fields: Number of (id, value) pairs in each row.
         header: Size in bytes of the first line if it names columns, otherwise 0.
         size: Size in bytes.
         changed: Modification time in nanoseconds.
-        crc32c: Checksum from a prepared directory's index. None for other files.
+        crc32c: CRC-32C according to the index of a prepared data set, or None for other files.
     """
 
     path: str
@@ -59,7 +59,7 @@ class SourceFile:
 
     @classmethod
     def of(cls, path: Path, group: int, crc32c: int | None = None) -> SourceFile:
-        """Inspect a file.
+        """Inspect a file to determine its format and its number of fields.
 
         Raises:
             ArgumentError: The file has no rows in any of the formats, or is not a regular file.
@@ -82,13 +82,11 @@ class SourceFile:
             else:
                 fields = formats.FORMATS[format].fields(data[header:])
         except (RowError, ValueError, IndexError, struct.error) as error:
-            raise ArgumentError(
-                f"{path} is not a click-log file, judging by its first bytes: {error}"
-            ) from None
+            raise ArgumentError(f"{path} is not a click log ({error}). Leave it out or replace it.") from None
         return cls(str(path), group, format, fields, header, about.st_size, about.st_mtime_ns, crc32c)
 
     def units(self, size: int) -> list[int]:
-        """Return the numbers of the chunks that can be read separately, or [-1] to read them in sequence."""
+        """Return the chunk numbers, or [-1] if the chunks can only be read in sequence."""
         ending = Path(self.path).suffix.lower()
         whole = ending in (*_COMPRESSED, PARQUET) or self.format in ("rows", "tfrecord")
         return [-1] if whole else list(range(-(-self.size // size)))
@@ -100,7 +98,9 @@ class SourceFile:
             ArgumentError: The file is damaged, or has changed since it was inspected.
         """
         if self.crc32c is not None and unit <= 0 and file_crc32c(Path(self.path)) != self.crc32c:
-            raise ArgumentError(f"{self.path} is damaged: its checksum differs from the one in its index.")
+            raise ArgumentError(
+                f"{self.path} is damaged: its checksum differs from the one in its index. Copy it again."
+            )
         for chunk in self._rows(size) if self.format == "rows" else self._pieces(unit, size):
             self._check_same()
             yield chunk
@@ -109,12 +109,12 @@ class SourceFile:
     def _check_same(self) -> None:
         about = os.stat(self.path)
         if (about.st_size, about.st_mtime_ns) != (self.size, self.changed):
-            raise ArgumentError(f"{self.path} has changed since the start. Start again with --overwrite.")
+            raise ArgumentError(f"{self.path} changed during the run. Start again with --overwrite.")
 
     def _rows(self, size: int) -> Iterator[tuple[int, Any, int]]:
         about = np.load(self.path, mmap_mode="r")
         step = max(1, size // about.itemsize)
-        for at in range(0, len(about), step):  # not mapped, because a mapped file that shrinks causes SIGBUS
+        for at in range(0, len(about), step):  # read, not mapped, to avoid SIGBUS if the file shrinks
             begin, count = about.offset + at * about.itemsize, min(step, len(about) - at)
             rows = np.fromfile(self.path, about.dtype, count, offset=begin)
             yield at // step, rows, rows.nbytes
@@ -128,7 +128,7 @@ class SourceFile:
             first, at = max(unit, 0), 0
             if first:
                 stream.seek(first * size - 1)
-                stream.readline()  # this line belongs to the chunk in which it begins
+                stream.readline()  # skip a line that begins in the previous chunk
                 begin = at = raw.tell()
             else:
                 begin = len(stream.read(self.header))
@@ -143,16 +143,16 @@ class SourceFile:
 
 @contextmanager
 def _open(path: str) -> Iterator[tuple[BinaryIO, BinaryIO]]:
-    """Open a file. Yields a stream of its contents, and the file on disk, whose position shows the progress.
+    """Open a file. Yields a stream of its decompressed contents, and the file on disk.
 
     Raises:
-        ArgumentError: The compressed data is damaged.
+        ArgumentError: The compressed data is damaged or incomplete.
     """
     with open(path, "rb") as raw:
         try:
             yield _COMPRESSED.get(Path(path).suffix.lower(), lambda raw: raw)(raw), raw
         except (EOFError, zlib.error, lzma.LZMAError, OSError) as error:
-            if isinstance(error, OSError) and error.errno is not None:  # a disk error
+            if isinstance(error, OSError) and error.errno is not None:  # an I/O error, not damaged data
                 raise
             raise ArgumentError(f"{path} is damaged or incomplete: {error}") from None
 
@@ -163,10 +163,10 @@ def plain(path: Path) -> Path:
 
 
 def _of_parquet(path: Path, size: int) -> Iterator[tuple[bytes, float]]:
-    """Yield a Parquet file's rows as text, about ``size`` bytes at a time, with their share of all rows.
+    """Yield about ``size`` bytes of a Parquet file's rows as text, with their share of all rows.
 
     Raises:
-        ArgumentError: The file is damaged, or does not have Criteo's columns.
+        ArgumentError: The file is damaged, or lacks one of Criteo's columns.
     """
     parquet, csv = needed("pyarrow.parquet"), needed("pyarrow.csv")
     options = csv.WriteOptions(include_header=False, delimiter="\t", quoting_style="none")
@@ -188,7 +188,7 @@ def parse(
     """Parse a chunk.
 
     Returns:
-        The valid rows; their numbers in the chunk, shape (n,); and the number and error of each broken row.
+        The valid rows, their row numbers in the chunk, and the row number and error of each broken row.
 
     Raises:
         ArgumentError: More than ``allowed`` rows are broken, and more than one in a hundred.
@@ -204,7 +204,7 @@ def parse(
         broken.append((row, str(result)))
         if len(broken) > max(allowed, total // _SHARE):
             raise ArgumentError(
-                f"{file.path}: more than {len(broken) - 1} of {total} rows are broken. If the format really "
-                f"is {file.format}, allow more with --max-broken. The last broken row: {result}"
+                f"{file.path}: more than {len(broken) - 1} of {total} rows are broken. Last error: {result}. "
+                f"If the file's format really is {file.format}, increase --max-broken."
             )
     return Rows.joined(good, fields), np.concatenate(numbers), broken

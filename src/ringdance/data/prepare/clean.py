@@ -1,4 +1,4 @@
-"""Check an image, and convert it to a JPEG in RGB or gray if it is not one."""
+"""Check an image, and convert it to JPEG unless it is an RGB or gray JPEG."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from ringdance.data.files import needed
 
 QUALITY = 95
 """JPEG quality of images that are encoded again."""
-_EXIF_WITHIN = 4096  # bytes that are searched: EXIF is a JPEG's first or second segment
+_EXIF_WITHIN = 4096  # bytes to search for EXIF, which is in the first or second segment of a JPEG
 
 
 class BrokenImage(Exception):
-    """An image cannot be decoded. The message says why."""
+    """Raised if an image cannot be decoded. The message gives the reason."""
 
 
 @dataclass(frozen=True)
 class Cleaned:
-    """A JPEG that every decoder can read.
+    """An upright RGB or gray JPEG, which every decoder can read.
 
     Attributes:
-        image: Encoded image. The original bytes if nothing had to change.
+        image: Encoded image, which is the original if it did not have to be converted or resized.
         height, width: Size in pixels.
-        note: Why the image was converted. Empty if it was not.
+        note: Why the image was converted, or an empty string if it was not.
     """
 
     image: bytes
@@ -39,11 +39,11 @@ class Cleaned:
 def clean(data: bytes, resize: int = 0) -> Cleaned:
     """Check and convert an image.
 
-    To find damage, the whole image is decoded, but at an eighth of its size, which takes a third less time.
+    To detect damage, the whole image is decoded, but scaled to an eighth, which saves a third of the time.
 
     Args:
         data: Encoded image.
-        resize: Target for the shorter side, in pixels. Smaller images are not resized. If 0, no image is.
+        resize: Maximum length of the shorter side, in pixels. If 0, the image keeps its size.
 
     Raises:
         BrokenImage: The image cannot be decoded.
@@ -64,10 +64,10 @@ def clean(data: bytes, resize: int = 0) -> Cleaned:
 
 
 def _orientation(data: bytes) -> int:
-    """Return the EXIF orientation: 1 if upright, or 0 if unreadable, which viewers treat as upright."""
+    """Return the EXIF orientation, which is 1 for an upright image, or 0 if the EXIF data is damaged."""
     try:
         return int(needed("PIL.Image").open(io.BytesIO(data)).getexif().get(0x0112, 1))
-    except Exception:  # Pillow's parser raises many kinds of exceptions
+    except Exception:  # Pillow's EXIF parser raises many kinds of exceptions
         return 0
 
 
@@ -77,7 +77,7 @@ def _target(height: int, width: int, resize: int) -> tuple[int, int]:
 
 
 def _shrunk(data: bytes, height: int, width: int, resize: int) -> Cleaned:
-    """Decode directly at a reduced size, at least twice as large as the target, and resize."""
+    """Decode at a reduced size, but at least twice the target size, and then resize."""
     high, wide = _target(height, width, resize)
     pixels = needed("simplejpeg").decode_jpeg(data, "RGB", min_height=2 * high, min_width=2 * wide)
     return _encoded(needed("PIL.Image").fromarray(pixels), high, wide)
@@ -99,12 +99,12 @@ def _converted(data: bytes, resize: int, problem: str) -> Cleaned:
     pil = needed("PIL.Image")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # warnings about metadata
+            warnings.simplefilter("ignore")  # ignore warnings about metadata
             with pil.open(io.BytesIO(data)) as image:
                 note = problem if image.format == "JPEG" else f"{image.format} instead of JPEG"
                 needed("PIL.ImageOps").exif_transpose(image, in_place=True)
                 rgb = images.as_rgb(image)
-    except Exception as error:  # many kinds of exceptions, some of which contain an object address
+    except Exception as error:  # many kinds, some of which contain an object's address
         text = re.sub(r" <_io.BytesIO object at \w+>", "", str(error))
         raise BrokenImage(f"{problem}; {text}" if data[:2] == b"\xff\xd8" else text) from None
     width, height = rgb.size

@@ -1,4 +1,4 @@
-"""Check annotations in COCO format and their images. Leave out broken entries, and list them."""
+"""``ringdance data prepare coco``: check annotations and images, and leave out broken entries."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ Problems = list[tuple[str, str, str]]
 
 
 def prepare(given: argparse.Namespace) -> int:
-    """Write the annotations without broken entries, and create links to the images.
+    """Write annotation files without the broken entries, and symlink the image directories.
 
     Args:
-        given: Options of the command. ``source`` and ``destination`` are absolute paths.
+        given: Command-line options. ``source`` and ``destination`` are absolute paths.
 
     Returns:
-        The number of images, annotations and categories that were left out.
+        The total number of images, annotations and categories that were left out.
 
     Raises:
         ArgumentError: A file is missing or not JSON, or too many entries are broken.
@@ -58,7 +58,7 @@ def _split(source: Path, destination: Path, split: str, max_broken: int | None) 
     except (ValueError, RecursionError) as error:
         raise ArgumentError(f"{source / name} is not JSON: {error}") from None
     if not isinstance(table, dict) or not all(isinstance(table.get(part), list) for part in _ONE):
-        raise ArgumentError(f"{source / name} must have lists of {', '.join(_ONE)}, as COCO's files do.")
+        raise ArgumentError(f"{source / name} must be an object with lists of {', '.join(_ONE)}.")
     total = len(table["annotations"])
     problems = check(table, source / split)
     listed, left_out = destination / f"{split}.problems.tsv", len(problems)
@@ -67,11 +67,13 @@ def _split(source: Path, destination: Path, split: str, max_broken: int | None) 
     check_broken(what, left_out, total, max_broken, listed)
     link = destination / split
     if link.exists() and not link.is_symlink():
-        raise ArgumentError(f"{link} is not a link and may contain other images. Remove it, or change DST.")
-    for path in (destination / name, link):  # from an earlier run, perhaps with other images
+        raise ArgumentError(
+            f"{link} is not a link and may contain other images. Remove it or choose another DST."
+        )
+    for path in (destination / name, link):  # remove the results of an earlier run
         path.unlink(missing_ok=True)
     link.symlink_to((source / split).resolve(), target_is_directory=True)
-    write_whole(destination / name, json.dumps(table).encode())  # last, because training reads it
+    write_whole(destination / name, json.dumps(table).encode())  # last, so that training also finds the link
     images = amount(len(table["images"]), "image")
     objects = amount(len(table["annotations"]), "object")
     say(f"{split}: {images} with {objects} of {amount(len(table['categories']), 'category', 'categories')}")
@@ -79,14 +81,14 @@ def _split(source: Path, destination: Path, split: str, max_broken: int | None) 
 
 
 def _read(path: Path) -> bytes:
-    """Return a file's bytes. Also raises OSError if reading might never end, as with a FIFO."""
+    """Return a file's bytes. Raises OSError if it is not a regular file, because a FIFO could block."""
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "not a regular file")
     return path.read_bytes()
 
 
 def check(table: Fields, directory: Path) -> Problems:
-    """Reduce a split's table to its valid entries, with images sorted by number. Returns the problems."""
+    """Remove broken entries from a split's annotations, and sort its images by id. Returns the problems."""
     problems: Problems = []
     kinds = {entry["id"]: entry for entry in _unique(problems, table, "categories")}
     images = {entry["id"]: entry for entry in _unique(problems, table, "images")}
@@ -102,7 +104,7 @@ def check(table: Fields, directory: Path) -> Problems:
     objects = []
     for entry in _unique(problems, table, "annotations"):
         if isinstance(number := entry.get("image_id"), int) and number in left:
-            continue  # left out with its image
+            continue  # not a problem, because its image was left out
         _drop_slivers(problems, entry)
         if why := _object_fault(entry, images, kinds):
             problems.append(("annotation", str(entry["id"]), why))
@@ -131,14 +133,14 @@ _ONE = {"images": "image", "annotations": "annotation", "categories": "category"
 
 
 def _image_fault(one: Fields, directory: Path) -> str:
-    """Return what is wrong with an image or its file, or an empty string."""
+    """Describe what is wrong with an image's entry or file. Returns an empty string if nothing is."""
     from ringdance.data.images import decode  # imported here so that a missing package gives a clear error
 
     if not isinstance(name := one.get("file_name"), str):
         return "it has no file_name"
     try:
         data = _read(directory / name)
-    except (OSError, ValueError) as error:  # ValueError: a name that no file can have
+    except (OSError, ValueError) as error:  # ValueError: the name contains a null byte
         return f"{name}: {getattr(error, 'strerror', error)}"
     try:
         height, width = decode(data).shape[:2]
@@ -150,7 +152,7 @@ def _image_fault(one: Fields, directory: Path) -> str:
 
 
 def _object_fault(one: Fields, images: dict[int, Fields], kinds: dict[int, Fields]) -> str:
-    """Return what is wrong with an annotation, or an empty string. Fills in a missing area."""
+    """Describe what is wrong with an annotation, or return an empty string. Sets a missing area."""
     for name, known in (("image_id", images), ("category_id", kinds)):
         if not isinstance(number := one.get(name), int) or number not in known:
             return f"unknown {name} {number}"
@@ -160,7 +162,7 @@ def _object_fault(one: Fields, images: dict[int, Fields], kinds: dict[int, Field
     left, top, wide, high = box
     if wide <= 0 or high <= 0:
         return f"its box has no area: {box}"
-    # Allow one more pixel for rounding, because COCO's own boxes come from outlines between pixels.
+    # Tolerate one pixel of rounding, because COCO's boxes are computed from outlines at subpixel precision.
     if min(left, top) < -1 or left + wide > about["width"] + 1 or top + high > about["height"] + 1:
         return f"its box {box} is outside the image, {about['width']} x {about['height']}"
     if not _numbers([one.setdefault("area", wide * high)], 1):
@@ -172,7 +174,7 @@ def _object_fault(one: Fields, images: dict[int, Fields], kinds: dict[int, Field
 
 
 def _drop_slivers(problems: Problems, one: Fields) -> None:
-    """Drop an empty outline. If only some polygons have fewer than three points, drop and record them."""
+    """Remove an empty outline, or polygons with fewer than three points unless none would be left."""
     outline = one.get("segmentation")
     if outline is None or outline == []:
         one.pop("segmentation", None)
@@ -185,14 +187,14 @@ def _drop_slivers(problems: Problems, one: Fields) -> None:
 
 
 def _outline_fault(outline: Any, about: Fields) -> str:
-    """Return what is wrong with polygons or run lengths, or an empty string."""
+    """Describe what is wrong with polygons or run lengths. Returns an empty string if nothing is."""
     if isinstance(outline, list):
         whole = bool(outline) and all(
             isinstance(one, list) and len(one) >= 6 and _numbers(one, len(one) // 2 * 2) for one in outline
         )
         if not whole:
             return "a polygon is not three or more pairs of numbers"
-        far = 2 * max(about["width"], about["height"])  # drawing needs time and memory for the whole length
+        far = 2 * max(about["width"], about["height"])  # rasterizing takes time and memory for each pixel
         inside = all(abs(number) <= far for polygon in outline for number in polygon)
         return "" if inside else "a polygon is far outside the image"
     size = [about["height"], about["width"]]
@@ -210,7 +212,7 @@ def _outline_fault(outline: Any, about: Fields) -> str:
 def run_lengths(text: str) -> list[int]:
     """Decode COCO's compressed run lengths: 5 bits per character, lowest bits first.
 
-    From the fourth number on, each is stored as its difference from the number two places before it.
+    From the fourth on, each run length is stored as the difference from the one two places before.
 
     Raises:
         IndexError: The text ends within a number.
@@ -231,11 +233,11 @@ def run_lengths(text: str) -> list[int]:
     return lengths
 
 
-_LARGEST = 1e15  # limit for meaningful numbers; NaN fails the comparison, too
+_LARGEST = 1e15  # maximum coordinate or area; comparing with it also rejects NaN
 
 
 def _numbers(values: Any, count: int) -> bool:
-    """Return True for a list of ``count`` numbers, none of which is NaN or huge."""
+    """Return True if ``values`` is a list of ``count`` numbers whose magnitude is below ``_LARGEST``."""
     return (
         isinstance(values, list) and len(values) == count
         and all(isinstance(value, int | float) and abs(value) < _LARGEST for value in values)

@@ -1,4 +1,4 @@
-"""``ringdance data prepare criteo``: find the files, shuffle rows in two passes, and write an index."""
+"""``ringdance data prepare criteo``: find click logs, shuffle rows in two passes, and write an index."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ _FILE_SIZE = 256 << 20
 _CHUNK, _LARGE = 64 << 20, 256 << 30
 """Chunks have _CHUNK bytes, plus _CHUNK for every _LARGE bytes of source, to limit the number of runs."""
 _TRIED, _BEGINNING = 16, 1 << 22
-"""Number of files, and of bytes at the start of each, used to estimate the size of the result."""
+"""Number of files to sample, and of bytes to read at the start of each, to estimate the result's size."""
 
 
 def find(paths: Sequence[Path], validation: Path | None) -> list[SourceFile]:
     """Find the click-log files among the given files and in the given directories.
 
-    If Ringdance prepared a directory, its train split is used for training and its validation split for
-    validation.
+    Of a data set that Ringdance prepared, only the split ``train`` is used for training. Its split
+    ``validation`` is used if the directory is ``validation`` or the only path.
 
     Raises:
-        ArgumentError: No files are found, some are given twice, or their numbers of fields differ.
+        ArgumentError: No files are found, a file is given twice, or the numbers of fields differ.
     """
     entries = [(*pair, 0) for path in paths for pair in _files(path, "train")]
     if validation is None and len(paths) == 1 and (paths[0] / "validation.json").exists():
@@ -60,12 +60,14 @@ def find(paths: Sequence[Path], validation: Path | None) -> list[SourceFile]:
         seen |= dict.fromkeys(names, path)
     files = [SourceFile.of(path, group, crc32c) for path, crc32c, group in entries]
     if len(kinds := {file.fields for file in files}) > 1:
-        raise ArgumentError(f"the files have different numbers of fields: {sorted(kinds)}")
+        raise ArgumentError(
+            f"the files have different numbers of fields, {sorted(kinds)}. Prepare them separately."
+        )
     return files
 
 
 def _files(path: Path, split: str) -> list[tuple[Path, int | None]]:
-    """List the click-log files of a split, with their checksums if an index has them."""
+    """List the click-log files of a split. Includes their checksums if the directory has an index."""
     if not path.exists():
         raise ArgumentError(f"{path}: no such file or directory")
     if not path.is_dir():
@@ -81,25 +83,27 @@ def _files(path: Path, split: str) -> list[tuple[Path, int | None]]:
     ]  # fmt: skip
     if others := sorted(entry.name for entry in path.iterdir() if entry not in candidates):
         say(f"not read, because of their names: {counted(others)}")
-    # Spark writes empty files such as _SUCCESS and empty parts.
+    # Spark writes _SUCCESS, which is empty, and sometimes empty partitions.
     empty = {entry for entry in candidates if entry.is_file() and not entry.stat().st_size}
     if empty and len(empty) < len(candidates):
         say(f"left out, because they are empty: {', '.join(sorted(entry.name for entry in empty))}")
         candidates = [entry for entry in candidates if entry not in empty]
     if not candidates:
-        raise ArgumentError(f"{path}: no click logs (day_0, .txt, .tsv, .csv, .parquet, .libsvm, .tfrecord)")
+        raise ArgumentError(
+            f"{path} contains no click logs (day_0, .txt, .tsv, .csv, .parquet, .libsvm, .tfrecord)."
+        )
     candidates.sort(key=lambda path: [int(w) if w.isdecimal() else w for w in re.split(r"(\d+)", path.name)])
     return [(entry, None) for entry in candidates]
 
 
 def prepare(given: argparse.Namespace) -> int:
-    """Write a data set, or only its missing files. Returns the number of broken rows that were left out.
+    """Write a data set, or resume an earlier run. Returns the number of broken rows left out.
 
     Args:
-        given: Options of the command. All paths are absolute.
+        given: Command-line options. All paths are absolute.
 
     Raises:
-        ArgumentError: The data set cannot be prepared. The message says how to fix this.
+        ArgumentError: The data set cannot be prepared. The message says what to do.
     """
     for module in ("google_crc32c", "pyarrow"):
         needed(module)
@@ -107,7 +111,7 @@ def prepare(given: argparse.Namespace) -> int:
     files = find(given.source, given.validation if isinstance(given.validation, Path) else None)
     for file in files:
         if Path(file.path).resolve().is_relative_to(destination.resolve()):
-            raise ArgumentError(f"{file.path} is in DST, whose files are replaced. Choose another DST.")
+            raise ArgumentError(f"{file.path} is in DST, which is overwritten. Choose another DST.")
     plans.state(destination).mkdir(parents=True, exist_ok=True)
     plan = _plan(files, given)
     with plans.locked(destination):
@@ -116,7 +120,7 @@ def prepare(given: argparse.Namespace) -> int:
             for split in SPLITS:
                 if (destination / f"{split}.json").exists():
                     check_sizes(destination, Table.open(destination, split).files)
-            say("complete since an earlier run; --overwrite writes it again")
+            say("already complete. Use --overwrite to write it again.")
             return plans.listed(destination / _PROBLEMS, b"\n")
         write_whole(plans.state(destination) / "criteo.json", json.dumps(asdict(plan)).encode())
         say(f"Pass 1 of 2: parse and sort {amount(len(files), 'file')}")
@@ -125,7 +129,7 @@ def prepare(given: argparse.Namespace) -> int:
         run_tasks(scatter, [(destination, *one) for one in units], given.num_proc, progress)
         runs, left_out = _runs(destination, plan)
         if not runs:
-            raise ArgumentError(f"{files[0].path} has no rows, and neither do the other files in SRC.")
+            raise ArgumentError(f"{files[0].path} and all other files in SRC have no rows.")
         counts = write_cuts(destination, runs).tolist()
         left = [n for n, name in enumerate(plan.names) if not plans.finished(destination, name)]
         rows = sum(counts[number] for number in left)
@@ -138,7 +142,7 @@ def prepare(given: argparse.Namespace) -> int:
 
 
 def _plan(files: Sequence[SourceFile], given: argparse.Namespace) -> ShufflePlan:
-    """Plan the work. Estimates the number of output files from the beginnings of the source files."""
+    """Plan the output files. Estimates the row count from the beginnings of the source files."""
     share = 0.0 if isinstance(given.validation, Path) else given.validation
     each = _rows_in_a_byte(files, given.table_size)
     own, other = (each * sum(file.size for file in files if file.group == group) for group in (1, 0))
@@ -168,14 +172,14 @@ def _rows_in_a_byte(files: Sequence[SourceFile], table_size: int) -> float:
 
 
 def _begin_or_resume(destination: Path, plan: ShufflePlan, overwrite: bool) -> None:
-    """Prepare the directory: remove the files of an earlier run, unless it had the same plan.
+    """Remove the files of an earlier run from the directory, unless it had the same plan.
 
     Raises:
-        ArgumentError: ``overwrite`` is False, and the directory has a data set that was started with other
-            options or files. Or the directory has files that this command did not write.
+        ArgumentError: The directory contains files that this command did not write, or a data set that was
+            started with other options or files, and ``overwrite`` is False.
     """
     former = None
-    with suppress(ArgumentError) if overwrite else nullcontext():  # ignore a damaged plan
+    with suppress(ArgumentError) if overwrite else nullcontext():  # overwrite even a damaged plan
         former = ShufflePlan.read(destination)
     if not overwrite and former and replace(former, max_broken=plan.max_broken) == plan:
         return
@@ -183,21 +187,20 @@ def _begin_or_resume(destination: Path, plan: ShufflePlan, overwrite: bool) -> N
     if not overwrite and (former or indexes):
         raise ArgumentError(
             f"{destination} has a data set that was started differently. Now: {_differences(plan, former)}. "
-            "Use the same options and files to resume, another DST, or --overwrite to start again."
+            "To resume, use the same options and files. Otherwise, choose another DST or pass --overwrite."
         )
     own = set(former.names if former else ())
     directory = plans.state(destination)
-    if (directory / "criteo.json").exists():  # otherwise the files belong to an image preparation
+    if (directory / "criteo.json").exists():  # otherwise, these are records of prepared images
         own |= {path.name.removesuffix(".json") for path in directory.glob("*-of-*.json")}
     for path in indexes:
-        with suppress(ArgumentError):  # a damaged index
+        with suppress(ArgumentError):  # ignore a damaged index
             own |= {file.name for file in Table.open(destination, path.stem).files}
     present = {path.name for split in SPLITS for path in destination.glob(f"{split}-*-of-*.*")}
     if others := sorted(present - own):
         raise ArgumentError(
             f"{destination} contains files that do not belong to any index or unfinished run of this "
-            f"command, such as {others[0]} ({len(others)} in total). Choose another DST, or move or delete "
-            "the files."
+            f"command, such as {others[0]} ({len(others)} in total). Move or delete them, or change DST."
         )
     for name in (*present, *(f"{split}.{end}" for split in SPLITS for end in ("json", "npy"))):
         (destination / name).unlink(missing_ok=True)
@@ -212,7 +215,7 @@ def _differences(plan: ShufflePlan, former: ShufflePlan | None) -> str:
 
 
 def _runs(destination: Path, plan: ShufflePlan) -> tuple[list[str], int]:
-    """Write the list of broken rows. Returns the names of the runs, and the number of broken rows."""
+    """Write the list of broken rows. Returns the names of pass 1's runs, and the number of broken rows."""
     names, problems, total = list[str](), list[tuple[str, ...]](), 0
     for number, units in groupby(plan.units(), lambda unit: unit[0]):
         file = plan.files[number]
@@ -228,9 +231,9 @@ def _runs(destination: Path, plan: ShufflePlan) -> tuple[list[str], int]:
 
 
 def _close(destination: Path, plan: ShufflePlan) -> None:
-    """Write the indexes for the finished files."""
+    """Write the indexes of the splits after all files are finished."""
     directory = plans.state(destination)
-    for split in reversed(SPLITS):  # train.json is last, so if it exists, everything is complete
+    for split in reversed(SPLITS):  # train.json comes last, to mark the data set as complete
         written = []
         for name in (file for file in plan.names if file.startswith(split)):
             about = plans.record_of(destination, name)

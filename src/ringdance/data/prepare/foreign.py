@@ -26,8 +26,8 @@ from ringdance.data.prepare.sources import open_tar
 from ringdance.errors import ArgumentError
 from ringdance.host.limits import usable_cores
 
-# If the names of several images differ only in the suffix, the suffix that comes first here is used. The
-# other files are often masks or previews.
+# Suffixes of images in tars. If several images of a sample differ only in the suffix, the one listed first
+# is used, because the others are often masks or previews.
 _ENDINGS = ("image", "jpg", "jpeg", "jfif", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm", "avif")
 _IMAGES = ("image/encoded", "image", "image_raw", *_ENDINGS[1:])
 _LABELS = ("image/class/label", "label", "class", "cls")
@@ -40,14 +40,14 @@ _MOST_CLASSES = 1 << 24
 
 @dataclass
 class _Scanned:
-    """The contents of a file.
+    """The samples found in a TFRecord or tar file.
 
     Attributes:
         path: Path of the file.
-        rows: File number (0), length and offset of the image, label as in the file.
-        synsets: Directory name of each label's class, if the file contains it.
-        from_one: True if all labels are stored as in TensorFlow's scripts, which reserve 0.
-        left_out: Name of each sample that is not in the rows, and the reason.
+        rows: For each image: file number (always 0), length, offset, and label as in the file.
+        synsets: Directory name of each label's class, such as "n01440764", if stored in the file.
+        from_one: True if all labels are features of TensorFlow's ImageNet scripts, which start at 1.
+        left_out: Name of each sample that was left out, and the reason.
     """
 
     path: Path
@@ -57,10 +57,10 @@ class _Scanned:
     left_out: list[tuple[str, str]] = field(default_factory=list)
 
     def add(self, name: str, place: tuple[int, int], label: object) -> bool:
-        """Add an image, given its offset and size. Returns False if it is left out."""
+        """Add an image, given its (offset, size) in the file. Returns False if it is left out."""
         number = _class(label)
         if number is None:
-            # Put the label into the name, not the reason, because equal reasons are grouped and counted.
+            # The label is part of the name, not of the reason, because samples are counted by reason.
             why = f"the label is not a whole number from 0 to {_MOST_CLASSES - 1}"
             self.left_out.append((f"{name}, label {label!r:.40}", why))
         elif not place[1]:
@@ -72,7 +72,7 @@ class _Scanned:
 
 
 def _class(label: object) -> int | None:
-    """Return a label's class number, or None if the label is not valid."""
+    """Convert a label to a class number. Returns None if the label is not valid."""
     try:
         number = int(label) if isinstance(label, str | bytes) else label
     except ValueError:
@@ -82,13 +82,13 @@ def _class(label: object) -> int | None:
 
 
 def index(given: argparse.Namespace) -> int:
-    """Index the files in a directory without changing them. Returns how many samples were left out.
+    """Index the TFRecords or tars in a directory. Returns how many samples were left out.
 
     Args:
-        given: Options of the command.
+        given: Command-line options.
 
     Raises:
-        ArgumentError: No TFRecords or tars are found, or one of them cannot be read.
+        ArgumentError: No samples are found, a file is damaged, or a split has both TFRecords and tars.
     """
     directory: Path = given.directory
     groups: dict[str, list[Path]] = defaultdict(list)
@@ -97,7 +97,9 @@ def index(given: argparse.Namespace) -> int:
         name = given.split or _split(path.relative_to(directory))
         groups[name].append(path)
         if kinds.setdefault(name, kind) != kind:
-            raise ArgumentError(f"{directory} has TFRecords and tars. Choose one format: --files '*.tar'.")
+            raise ArgumentError(
+                f"{directory} has both TFRecords and tars. Choose one kind, as with --files '*.tar'."
+            )
     with ThreadPoolExecutor(usable_cores()) as pool:
         scanned = {name: list(pool.map(_SCANS[kinds[name]], paths)) for name, paths in groups.items()}
     for name, files in scanned.items():
@@ -109,7 +111,7 @@ def index(given: argparse.Namespace) -> int:
     detected = int(lowest > 0 and all(file.from_one for file in every))
     first = detected if given.first_label is None else given.first_label
     if lowest < first:
-        raise ArgumentError(f"{directory} has a label {lowest}, so the first class cannot be {first}.")
+        raise ArgumentError(f"{directory} has the label {lowest}, but --first-label is {first}. Omit it.")
     synsets = {label - first: name for file in every for label, name in file.synsets.items()}
     classes = max(row[3] for file in every for row in file.rows) - first + 1
     names = [synsets.get(label, str(label)) for label in range(classes)]
@@ -121,17 +123,19 @@ def index(given: argparse.Namespace) -> int:
 
 
 def _files(directory: Path, pattern: str) -> list[tuple[Path, str]]:
-    """Return the TFRecords and tars, and their formats. Reports other files.
+    """List the TFRecords and tars with their formats. Prints the names of other files.
 
     Raises:
-        ArgumentError: No TFRecords or tars are found, or a file is named like one but is neither.
+        ArgumentError: No TFRecords or tars are found, or a file with the name of one is neither.
     """
     own = {f"{one.stem}{end}" for one in directory.glob("*.json") if is_index(one) for end in _OWN}
     shards, others = [], []
     try:
         paths = sorted(path for path in directory.glob(pattern) if path.name not in {*own, ".prepare"})
     except (NotImplementedError, ValueError) as error:
-        raise ArgumentError(f"--files {pattern!r}: {error}. Use a pattern of names in {directory}.") from None
+        raise ArgumentError(
+            f"--files {pattern!r}: {error}. Use a pattern that is relative to {directory}."
+        ) from None
     for path in paths:
         if kind := _format(path):
             shards.append((path, kind))
@@ -140,17 +144,17 @@ def _files(directory: Path, pattern: str) -> list[tuple[Path, str]]:
         else:
             raise ArgumentError(
                 f"{path} has the name of a TFRecord or tar file, but is neither. It may be damaged, empty, "
-                "compressed or a broken link. Copy it again, decompress it, or leave it out (--files)."
+                "compressed or a broken link. Copy it again, decompress it, or exclude it with --files."
             )
     if others:
         say(f"not read, because they are neither TFRecords nor tars: {counted(others)}")
     if not shards:
-        raise ArgumentError(f"{directory}: no TFRecords or tars match {pattern!r}")
+        raise ArgumentError(f"{directory} contains no TFRecords or tars that match {pattern!r}.")
     return shards
 
 
 def _format(path: Path) -> str:
-    """Return a file's format, or an empty string if the file contains neither TFRecords nor a tar."""
+    """Return a file's format, or an empty string if it is neither a TFRecord file nor a tar."""
     if path.name.startswith(".") or not path.is_file():
         return ""
     with open(path, "rb") as file:
@@ -169,7 +173,7 @@ def _split(path: Path) -> str:
 
 
 def _scan_tfrecord(path: Path) -> _Scanned:
-    """Read all records in a file. Collects each image's location and label."""
+    """Collect the locations and labels of the images in a TFRecord file."""
     scanned = _Scanned(path, from_one=True)
     with open(path, "rb") as file:
         for begin, head, data, _ in tfrecord.records(file):
@@ -197,10 +201,10 @@ def _scan_tfrecord(path: Path) -> _Scanned:
 
 
 def _scan_tar(path: Path) -> _Scanned:
-    """Read a tar's headers and labels.
+    """Collect the locations and labels of the images in a tar.
 
-    As in WebDataset, the members of a sample are adjacent, and their names are the same up to the first dot
-    in the last path component.
+    As in WebDataset, a sample consists of adjacent members whose names are equal up to the first dot in the
+    last path component.
     """
     scanned = _Scanned(path)
 
@@ -214,7 +218,7 @@ def _scan_tar(path: Path) -> _Scanned:
             images, labels, first = dict[str, tarfile.TarInfo](), list[object](), ""
             for member in group:
                 ending, first = member.name.rpartition("/")[2].partition(".")[2].lower(), first or member.name
-                if ending in images:  # the same name and suffix again: another sample
+                if ending in images:  # a repeated name starts another sample
                     _add_sample(scanned, first, images, labels)
                     images, labels, first = {}, [], member.name
                 if not member.isreg() or member.issparse():
@@ -240,7 +244,7 @@ def _add_sample(
 
 
 def _label(data: bytes) -> object:
-    """Return the class given in a .cls or .json file."""
+    """Return the label in the contents of a .cls or .json file."""
     try:
         value = json.loads(data)
     except (ValueError, RecursionError):

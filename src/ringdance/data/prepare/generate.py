@@ -1,4 +1,4 @@
-"""``ringdance data generate``: write click logs with a planted signal."""
+"""``ringdance data generate``: write synthetic click logs with known click probabilities."""
 
 from __future__ import annotations
 
@@ -16,15 +16,17 @@ from ringdance.errors import ArgumentError
 
 
 def generate(given: argparse.Namespace) -> int:
-    """Write a data set, and print the AUC of the true probabilities for each split.
+    """Write a data set, and print each split's AUC of the true click probabilities.
 
     Raises:
-        ArgumentError: A data set already exists.
+        ArgumentError: The directory already contains a data set, and ``overwrite`` is False.
     """
     destination, held = given.destination, round(given.rows * given.validation)
     destination.mkdir(parents=True, exist_ok=True)
     if (destination / "train.json").exists() and not given.overwrite:
-        raise ArgumentError(f"{destination} already has a data set (train.json). --overwrite replaces it.")
+        raise ArgumentError(
+            f"{destination} already has a data set (train.json). Use --overwrite to replace it."
+        )
     if given.overwrite:
         for path in (*destination.glob("*-[0-9]*-of-*"), *state(destination).glob("*")):
             path.unlink()

@@ -1,4 +1,4 @@
-"""``ringdance data verify`` and ``ringdance data info``: check and describe prepared data sets."""
+"""``ringdance data verify`` and ``ringdance data info``: check and describe data sets."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from ringdance.data.tables.table import Table
 from ringdance.errors import ArgumentError
 from ringdance.host.limits import usable_cores
 
-_ROWS = 1 << 14  # rows parsed at once
+_ROWS = 1 << 14  # number of rows to parse in one call
 
 
 def verify(directory: Path, decode: bool) -> int:
-    """Check all files of a data set, and print what is wrong. Returns the exit code."""
+    """Check all files of a data set, and print the problems. Returns the exit code."""
     wrong = 0
     for data in _splits(directory):
         if isinstance(data, ArgumentError):
@@ -44,7 +44,7 @@ def verify(directory: Path, decode: bool) -> int:
         print(f"{data.split}: {checked} of {where}, {decimal(size)}")
         if isinstance(data, Dataset):
             data.close()
-    print(amount(wrong, "problem") if wrong else "all is well")
+    print(amount(wrong, "problem") if wrong else "no problems found")
     if wrong:
         hint = "Copy damaged files again, or run `ringdance data prepare` with --overwrite."
         print(hint, file=sys.stderr)
@@ -54,11 +54,11 @@ def verify(directory: Path, decode: bool) -> int:
 def _splits(directory: Path) -> Iterator[Dataset | Table | ArgumentError]:
     """Open all splits of a data set. For a damaged split, yield the error."""
     names = {path.stem for path in directory.glob("*.json") if is_index(path)}
-    others = [*directory.glob("*.npy"), *directory.glob(".prepare/*.json")]  # from splits without an index
+    others = [*directory.glob("*.npy"), *directory.glob(".prepare/*.json")]  # if an index is missing
     begun = {re.sub(r"-\d+-of-\d+$", "", path.stem) for path in others} - names
     names |= {name for name in begun if any(directory.glob(f"{name}-*-of-*"))}
     if not names:
-        Dataset.open(directory)  # raises an error that explains what is missing
+        Dataset.open(directory)  # raises an error that says why there are no splits
     for name in sorted(names):
         try:
             is_table = read_json(directory / f"{name}.json").get("kind") == TABLE
@@ -68,7 +68,7 @@ def _splits(directory: Path) -> Iterator[Dataset | Table | ArgumentError]:
 
 
 def _problems(data: Dataset | Table, decode: bool, number: int) -> list[str]:
-    """Check a file, and return its problems."""
+    """Return the problems found in one file. If ``decode`` is true, also check its images or rows."""
     file = data.files[number]
     path, problems = data.path / file.name, []
     try:

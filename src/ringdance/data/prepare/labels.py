@@ -1,4 +1,4 @@
-"""Find the labels of ImageNet's validation images, which are not in class directories."""
+"""Find the labels of validation images that are not in class directories, as in ImageNet's archive."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ _SYNSET = re.compile(r"n\d{8}")
 def validation_labels(
     source: Path, place: Path, images: Sequence[str], classes: Sequence[str], given: Path | None
 ) -> dict[str, str]:
-    """Return the class directory of each image in ``images``, which must be sorted.
+    """Return the class directory of each image.
 
     Args:
-        source: Directory to search for labels, along with parent directories that belong to ImageNet.
-        place: Location of the images, for error messages.
-        images: File names.
-        classes: All class directories, if known. Needed if a label file contains class numbers.
-        given: The label file. If None, one is searched for.
+        source: Directory in which to look for a label file. If it is part of Kaggle's layout, its parents are
+            searched, too.
+        place: Directory or tar that contains the images, for error messages.
+        images: Sorted file names.
+        classes: All class directories, or empty if unknown. Required for a file with class numbers.
+        given: The label file to use, or None to look for one.
 
     Raises:
         ArgumentError: No label file is found, or it does not match the images.
@@ -34,19 +35,19 @@ def validation_labels(
     label_file = given or next(candidates, None)
     if label_file is None:
         raise ArgumentError(
-            f"{place} has images outside of class directories, but no labels for them. Looked for "
-            f"{', '.join(_LABELS)} in {source} and the directories above it. Or pass a file: --labels FILE."
+            f"{place} has images outside of class directories, and no label file was found. Looked for "
+            f"{', '.join(_LABELS)} in {source} and above. Add one of them, or pass --labels FILE."
         )
     labels = _of_text(label_file, images, classes)
     missing = [name for name in images if name not in labels]
     if missing:
         count = amount(len(missing), "image")
-        raise ArgumentError(f"{label_file} has no label for {count} in {place}, such as {missing[0]}")
+        raise ArgumentError(f"{label_file} has no labels for {count} in {place}, such as {missing[0]}.")
     return labels
 
 
 def _around(source: Path) -> Iterator[Path]:
-    """Yield directories that may contain label files, as in Kaggle's archive."""
+    """Yield the directories to search for label files. Kaggle's archive has them above the images."""
     base = source.absolute()
     yield base
     yield base / "ILSVRC"
@@ -58,7 +59,7 @@ def _around(source: Path) -> Iterator[Path]:
 
 
 def _of_text(path: Path, images: Sequence[str], classes: Sequence[str]) -> dict[str, str]:
-    """Read lines with a class, or an image and its class or class number, separated by commas or spaces."""
+    """Read a label file: each line has a class, or an image and its class or class number."""
     lines = path.read_text(errors="replace").splitlines()
     rows = [re.split(r"[,\s]+", line.strip()) for line in lines if line.strip()]
     if rows and rows[0][0] == "ImageId":
@@ -66,8 +67,8 @@ def _of_text(path: Path, images: Sequence[str], classes: Sequence[str]) -> dict[
     if any(len(row) == 1 for row in rows):
         if not all(_SYNSET.fullmatch(row[0]) or row[0] in classes for row in rows):
             raise ArgumentError(
-                f"{path} has lines that are not class names such as n01440764. If it is the ground truth "
-                f"of ImageNet's development kit, its numbers are not labels. Use {_LABELS[1]} instead."
+                f"{path} has lines that are not class names such as n01440764. If it comes from ImageNet's "
+                f"development kit, its numbers do not match the labels here. Use {_LABELS[1]} instead."
             )
         if len(rows) != len(images):
             raise ArgumentError(f"{path} has {len(rows)} labels, but there are {len(images)} images.")
@@ -75,6 +76,6 @@ def _of_text(path: Path, images: Sequence[str], classes: Sequence[str]) -> dict[
     by_stem = {Path(row[0]).stem: row[1] for row in rows}
     if any(value.isdecimal() for value in by_stem.values()):
         if not classes or max(int(value) for value in by_stem.values()) >= len(classes):
-            raise ArgumentError(f"{path} numbers the classes of train, so SRC must also contain train.")
+            raise ArgumentError(f"{path} has class numbers, but SRC has no train split with these classes.")
         by_stem = {stem: classes[int(value)] for stem, value in by_stem.items()}
     return {name: by_stem[stem] for name in images if (stem := Path(name).stem) in by_stem}

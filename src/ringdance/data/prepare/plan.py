@@ -1,10 +1,10 @@
-"""The plan that assigns images to files. It is stored on disk for the processes that write the files.
+"""The plan that assigns images to output files, stored on disk for the processes that write them.
 
-For the split ``train``, ``DST/.prepare`` contains the locations and names of the images (``train.places.npy``
-and ``train.names``), and ``train.json`` with the options, the source, and where each file's images begin in
-these lists. For each finished file, it contains ``NAME.rows.npy``, and ``NAME.json``, which is written last
-and contains the checksum of ``NAME.rows.npy``. When all files are finished, only ``train.json`` stays: it
-tells a later run what was done.
+For the split ``train``, ``DST/.prepare`` contains the images' locations and names (``train.places.npy`` and
+``train.names``), and ``train.json`` with the options, the source, and where each file's images begin in these
+lists. For each finished file, it contains its index rows, ``NAME.rows.npy``, and then ``NAME.json``, which
+contains the checksum of these rows. After all files are finished, only ``train.json`` is kept, so that a
+later run can compare its options.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ _SEED = 0
 
 @dataclass(frozen=True)
 class SplitPlan:
-    """The files of a split.
+    """The plan of a split.
 
     Attributes:
         split: Name of the split, such as "train".
         format: "tfrecord" or "webdataset".
         shards: Number of files.
-        resize: Shorter side of resized images in pixels, or 0 if images are not resized.
-        fingerprint: Fingerprint of the source.
+        resize: Maximum length of an image's shorter side in pixels, or 0 to keep all sizes.
+        fingerprint: The source's ``fingerprint``.
         images: Number of images.
         size: Total size of the images in bytes.
         root, classes, tars, changed: Same as in ``Source``.
-        first: Number of the first image in each file, and the total number of images.
-        names_at: Offset of each file's names in ``train.names``, and the size of ``train.names``.
+        first: Index of each file's first image, followed by the total number of images.
+        names_at: Offset of each file's names in ``train.names``, followed by the size of ``train.names``.
     """
 
     split: str
@@ -86,7 +86,7 @@ class SplitPlan:
         return names, places[self.first[shard] : self.first[shard + 1]]
 
     def differences(self, other: SplitPlan) -> list[str]:
-        """Return how this plan differs from another, in readable form."""
+        """Describe the differences from another plan, for error messages."""
         changes = differences(self, other, "format", "shards", "resize")
         if self.fingerprint != other.fingerprint:
             number = f"{self.images} instead of {other.images}"
@@ -101,7 +101,7 @@ class SplitPlan:
         return Dataset.open(destination, self.split)
 
     def remove_state(self, destination: Path, keep: str = "") -> None:
-        """Remove the split's files in ``.prepare``, except ``keep``."""
+        """Remove the split's files from ``.prepare``, except the file ``keep``."""
         remove_state(destination, keep, (f"{self.split}.", f"{self.split}-"))
 
 
@@ -113,19 +113,19 @@ def differences(plan: Any, former: Any, *options: str) -> list[str]:
 
 
 def state(destination: Path) -> Path:
-    """Return the directory for the preparation's internal files."""
+    """Return the directory for temporary files and records of a preparation."""
     return destination / ".prepare"
 
 
 def remove_state(destination: Path, keep: str = "", prefixes: tuple[str, ...] = ("",)) -> None:
-    """Remove the files in ``.prepare`` whose names have one of the prefixes, except ``keep`` and the lock."""
+    """Remove files with one of the prefixes from ``.prepare``, except ``keep`` and the lock file."""
     for path in state(destination).iterdir():
         if path.is_file() and path.name not in (keep, "lock") and path.name.startswith(prefixes):
             path.unlink()
 
 
 def read_plan(path: Path, made: Callable[[Any], T]) -> T | None:
-    """Call ``made`` with a file's JSON and return its result, or None if the file does not exist.
+    """Parse a JSON file and convert it to a plan with ``made``. Returns None if the file does not exist.
 
     Raises:
         ArgumentError: The file is damaged.
@@ -139,13 +139,13 @@ def read_plan(path: Path, made: Callable[[Any], T]) -> T | None:
 
 
 def record(destination: Path, file: ShardFile | TableFile, kind: str, array: Array, **more: Any) -> None:
-    """Record that a file is finished.
+    """Write a record that an output file is finished.
 
     Args:
         destination: The data set's directory.
-        file: Entry for the index.
-        kind: Word for the contents of ``array``, used in its file name.
-        array: Index data for each row of the file, or for each block of rows.
+        file: The file's entry for the index.
+        kind: What ``array`` contains, such as "rows". Used in the name of its file.
+        array: The file's part of the index: rows, or offsets of blocks.
         more: Additional values for the record.
     """
     directory = state(destination)
@@ -169,28 +169,30 @@ def finished(destination: Path, name: str) -> dict[str, Any] | None:
 def record_of(destination: Path, name: str) -> dict[str, Any]:
     """Return the record of a finished file. Raises ArgumentError if the file is missing or changed."""
     if (about := finished(destination, name)) is None:
-        raise ArgumentError(f"{destination / name} was written, but is now missing or changed. Start again.")
+        raise ArgumentError(f"{destination / name} was written, but is now missing or changed. Run again.")
     return about
 
 
 def unchanged(directory: Path, checksums: Mapping[str, int]) -> bool:
-    """Return True if each file has the CRC-32C that ``checksums`` contains for its name."""
+    """Return True if all files match their CRC-32C checksums. ``checksums`` is keyed by file name."""
     return all(file_crc32c(directory / name) == crc for name, crc in checksums.items())
 
 
 def listed(path: Path, mark: bytes) -> int:
-    """Return how often ``mark`` occurs in a list of problems, or 0 if the list does not exist."""
+    """Count the occurrences of ``mark`` in a problem list. Returns 0 if the file does not exist."""
     return path.read_bytes().count(mark) if path.exists() else 0
 
 
 @contextmanager
 def locked(destination: Path) -> Iterator[None]:
-    """Keep other runs out if the file system supports locks. Remove files left behind by killed runs."""
+    """Lock the directory if the file system supports locks, and remove files left behind by killed runs."""
     with open(state(destination) / "lock", "w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ArgumentError(f"another `ringdance data prepare` is writing to {destination}") from None
+            raise ArgumentError(
+                f"another `ringdance data prepare` is writing to {destination}. Wait until it ends."
+            ) from None
         except OSError:
             pass
         for path in [*destination.glob(".*-*-of-*"), *state(destination).glob(".*")]:
@@ -207,14 +209,14 @@ def list_problems(path: Path, problems: Sequence[Sequence[str]]) -> None:
 
 
 def check_broken(what: str, count: int, total: int, most: int | None, path: Path) -> None:
-    """Report how many items are broken.
+    """Print how many items were left out, or raise an error if too many are broken.
 
     Args:
-        what: Broken items, such as "3 of 18 images".
+        what: Description of the broken items, such as "3 of 18 images".
         count: Number of broken items.
         total: Number of all items.
-        most: Maximum number to leave out. None means one in a hundred.
-        path: Path of the list of problems.
+        most: Maximum number to leave out. If None, 1% of ``total``.
+        path: Path of the problem list.
 
     Raises:
         ArgumentError: More than ``most`` items are broken.
@@ -222,7 +224,7 @@ def check_broken(what: str, count: int, total: int, most: int | None, path: Path
     limit = max(1, total // 100) if most is None else most
     if count > limit:
         raise ArgumentError(
-            f"too many broken items: {what}, but --max-broken is {limit}. {path} lists them. No data set was "
+            f"too many broken items: {what}, but the limit is {limit}. {path} lists them. No data set was "
             "written. Repair the items, or run the same command again with a larger --max-broken."
         )
     if count:
@@ -230,10 +232,10 @@ def check_broken(what: str, count: int, total: int, most: int | None, path: Path
 
 
 def make(source: Source, format: str, shards: int, resize: int) -> tuple[SplitPlan, Array]:
-    """Distribute a split's images over files in a shuffled order that is the same in every run.
+    """Plan a split: distribute its images over files in a fixed random order.
 
     Returns:
-        The plan without ``names_at``, and the numbers of the images in their new order.
+        The plan without ``names_at``, and the image numbers in the new order.
     """
     images = len(source.places)
     if not 0 < shards <= images:
@@ -248,7 +250,7 @@ def make(source: Source, format: str, shards: int, resize: int) -> tuple[SplitPl
 
 
 def store(plan: SplitPlan, source: Source, order: Array, destination: Path) -> SplitPlan:
-    """Write a plan for the other processes.
+    """Write a plan to disk, and return it with ``names_at``.
 
     The JSON file is written last, so if it exists, the other files are complete.
     """

@@ -1,4 +1,4 @@
-"""``ringdance data prepare imagenet``: plan, write files in several processes, and write an index."""
+"""``ringdance data prepare imagenet``: find images, write them in several processes, and index them."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ _FILE_SIZE = 128 << 20
 
 
 def prepare(given: argparse.Namespace) -> int:
-    """Write a data set, or only its missing files. Returns the number of images that were left out.
+    """Write a data set, or resume an earlier run. Returns the number of images left out.
 
     Args:
-        given: Options of the command. ``source`` and ``destination`` are absolute paths.
+        given: Command-line options. ``source`` and ``destination`` are absolute paths.
 
     Raises:
-        ArgumentError: The data set cannot be prepared. The message says how to fix this.
+        ArgumentError: The data set cannot be prepared. The message says what to do.
     """
     for module in ("google_crc32c", "PIL", "simplejpeg"):
         needed(module)
@@ -67,7 +67,7 @@ def prepare(given: argparse.Namespace) -> int:
             plan.remove_state(destination, keep=f"{plan.split}.json")
             check_sizes(destination, Dataset.open(destination, plan.split).files)
             left_out += plans.listed(destination / f"{plan.split}.problems.tsv", b"left out\t")
-            say(f"{plan.split}: complete since an earlier run; --overwrite writes it again")
+            say(f"{plan.split}: already complete. Use --overwrite to write it again.")
         if stored:
             _write(destination, stored, given.num_proc)
         return left_out + sum(_close(destination, plan, given.max_broken) for plan in stored)
@@ -81,7 +81,7 @@ def check_sizes(directory: Path, files: Iterable[ShardFile | TableFile]) -> None
 
 
 def _shards(source: Source, wanted: int) -> int:
-    """Return the number of files for a split. ``wanted`` is the number for train, or 0 to choose by size."""
+    """Return the number of files for a split. If ``wanted`` is 0, the number depends on the split's size."""
     images = len(source.places)
     if wanted:
         return min(-(-wanted // 8), images) if source.split == "validation" else wanted
@@ -89,11 +89,11 @@ def _shards(source: Source, wanted: int) -> int:
 
 
 def _remove(destination: Path, plan: SplitPlan) -> None:
-    """Remove a split's files and everything recorded about it."""
+    """Remove a split's files, its index and its records in ``.prepare``."""
     for end in ("json", "npy"):
         (destination / f"{plan.split}.{end}").unlink(missing_ok=True)
     former = None
-    with suppress(ArgumentError):  # a damaged plan
+    with suppress(ArgumentError):  # ignore a damaged plan
         former = SplitPlan.read(destination, plan.split)
     for old in (former or plan, plan):
         for shard in range(old.shards):
@@ -102,7 +102,7 @@ def _remove(destination: Path, plan: SplitPlan) -> None:
 
 
 def _check_same(destination: Path, plan: SplitPlan) -> None:
-    """Raise an ArgumentError if a split was started with other options or images, or by another command."""
+    """Raise an ArgumentError if a split was not started by this command with the same options and images."""
     former, complete = SplitPlan.read(destination, plan.split), (destination / f"{plan.split}.json").exists()
     if former is None:
         if complete:
@@ -116,17 +116,17 @@ def _check_same(destination: Path, plan: SplitPlan) -> None:
         changed = "files with its images were changed or copied again since"
         if complete:
             say(f"{plan.split}: {changed}")
-        else:  # otherwise the files would come from different states of the source
+        else:  # do not mix old and new versions of the images
             differences = [changed]
     if differences:
         raise ArgumentError(
-            f"{destination}: {plan.split} was started differently. Now: {'; '.join(differences)}. Use the "
-            "same options and images to resume, another DST, or --overwrite to start again."
+            f"{destination}: {plan.split} was started differently. Now: {'; '.join(differences)}. To resume, "
+            "use the same options and images. Otherwise, choose another DST or pass --overwrite."
         )
 
 
 def _write(destination: Path, stored: Sequence[SplitPlan], processes: int) -> None:
-    """Write the missing files."""
+    """Write the files of the plans that are not yet finished."""
     for plan in stored:
         images = f"{amount(plan.images, 'image')} of {amount(len(plan.classes), 'class', 'classes')}"
         say(f"{plan.split}: {images}, {decimal(plan.size)}, into {amount(plan.shards, 'file')}")
@@ -145,7 +145,7 @@ def write_file(destination: Path, split: str, number: int) -> tuple[int, int]:
     """Write one file of a plan. Returns the number of images planned for it, and their size in bytes.
 
     Raises:
-        ArgumentError: An image has changed since the plan was made.
+        ArgumentError: A file with images has changed or is missing.
     """
     plan = SplitPlan.read(destination, split)
     assert plan is not None
@@ -170,15 +170,15 @@ def write_file(destination: Path, split: str, number: int) -> tuple[int, int]:
 
 
 def _read(path: str, offset: int, length: int, shared: bool) -> bytes:
-    """Read an image from its own file, or from a tar, which is kept open for the next image."""
+    """Read an image from its file, or from a tar if ``shared``. Tars are kept open."""
     try:
         data = os.pread(_open(path), length, offset) if shared else Path(path).read_bytes()
     except OSError as error:
         if error.errno == errno.EIO:
             raise BrokenImage(f"cannot be read: {error.strerror}") from None
-        raise ArgumentError(f"{path}: {error.strerror}. SRC must not change while it is read.") from None
+        raise ArgumentError(f"{path}: {error.strerror}. Do not change SRC while it is read.") from None
     if len(data) != length:
-        raise ArgumentError(f"{path} has changed: it had {length} bytes. Start again with --overwrite.")
+        raise ArgumentError(f"{path} no longer has {length} bytes. Start again with --overwrite.")
     return data
 
 
@@ -188,7 +188,7 @@ def _open(path: str) -> int:
 
 
 def _close(destination: Path, plan: SplitPlan, max_broken: int | None) -> int:
-    """Write a split's index and list of problems. Returns how many images were left out."""
+    """Write a split's index, and list its problems. Returns the number of images left out."""
     records = [plans.record_of(destination, plan.name(shard)) for shard in range(plan.shards)]
     problems = sorted(tuple(problem) for record in records for problem in record["problems"])
     left_out = sum(problem[0] == "left out" for problem in problems)

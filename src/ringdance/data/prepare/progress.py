@@ -1,4 +1,4 @@
-"""Show the progress of a preparation: a bar on a terminal, lines elsewhere."""
+"""Show the progress of a preparation as a bar if stderr is a terminal, otherwise as lines."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def say(text: str) -> None:
 
 
 def amount(number: int, noun: str, plural: str = "") -> str:
-    """Return a number with its noun in the singular or plural, such as "1 file"."""
+    """Format a number with a noun in the singular or plural, such as "1 file"."""
     return f"{number} {noun if number == 1 else plural or f'{noun}s'}"
 
 
 def counted(names: Sequence[str]) -> str:
-    """Return the number of names, and the first few of them."""
+    """Format the number of names and the first few, such as "2 (a.txt, b.txt)"."""
     return f"{len(names)} ({', '.join(names[:_NAMED])}{', ...' if len(names) > _NAMED else ''})"
 
 
@@ -32,7 +32,7 @@ class PrepareProgress(Progress):
     """Shows the number of finished samples, the rate and the remaining time on stderr.
 
     Args:
-        size: Total work in bytes, or in samples if the work is counted in samples.
+        size: Total work, in the unit of ``add``'s ``size``.
         unit: Name of the samples, such as "images".
     """
 
@@ -45,7 +45,7 @@ class PrepareProgress(Progress):
         self._start = self._last = time.monotonic()
 
     def add(self, samples: int, size: int) -> None:
-        """Count finished samples and their bytes."""
+        """Add finished samples, and their size in bytes or another unit of work."""
         self._samples += samples
         self._bytes += size
         seconds = max(time.monotonic() - self._start, 1e-3)

@@ -1,10 +1,10 @@
-"""Shuffle more rows than fit in memory, in two passes over the disk.
+"""Shuffle more rows than fit in memory, in two passes over the data.
 
 Note [Shuffled by hashes]: Each row has a key, a hash of its file number, its chunk number and its row number
-in the chunk. The key decides which output file the row goes to. Pass 1 parses chunks and writes the rows of
-each chunk as a run, sorted by output file. For each output file, pass 2 reads its rows from all runs and
-writes them in an order drawn from the file's number. The result therefore depends only on the source, not on
-the number of processes.
+in the chunk. The key determines the row's output file. Pass 1 parses chunks and writes the rows of
+each chunk as a run, sorted by output file. Pass 2 collects each output file's rows from all runs, and writes
+them in a random order that is seeded with the file's number. The result therefore depends only on the source,
+not on the number of processes.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from ringdance.data.tables import criteo
 from ringdance.data.tables.rows import Array, Rows, dtype
 from ringdance.data.tables.writing import TableWriter
 
-_WRITTEN = 1 << 14  # rows to encode at a time
+_WRITTEN = 1 << 14  # number of rows to encode per call
 _SEED = 1
 _HALF = np.uint64(32)  # the upper 32 bits of a key choose the split, the lower 32 bits the file
 
 
 @dataclass(frozen=True)
 class ShufflePlan:
-    """The work to do, stored as ``.prepare/criteo.json``.
+    """The plan of a shuffle, stored as ``.prepare/criteo.json``.
 
     Attributes:
         files: Source files.
         names: Names of the output files. Those for validation come first.
-        held: Number of output files that are held out for validation.
+        held: Number of output files for validation.
         format: "rows" or "tfrecord".
         table_size: Upper bound of the ids, exclusive.
-        validation: Share of the rows that goes to validation.
-        max_broken: Maximum number of rows to leave out. None means one in a hundred.
+        validation: Fraction of group 0's rows that is held out for validation.
+        max_broken: Maximum number of broken rows to leave out. If None, 1% of all rows.
         chunk: Number of bytes to parse at a time.
     """
 
@@ -62,13 +62,13 @@ class ShufflePlan:
         )
 
     def units(self) -> Iterator[tuple[int, int, Path]]:
-        """For each unit of work in pass 1, yield the file number, unit number and path of its note."""
+        """Yield the file number, unit number and record name of each unit of work in pass 1."""
         for number, file in enumerate(self.files):
             for unit in file.units(self.chunk):
                 yield number, unit, Path(f"unit.{number}.{unit}.json")
 
     def file_of(self, keys: Array, group: int) -> Array:
-        """Return the number of the output file for each row in a group, given the rows' keys."""
+        """Return the output file's number for each key. All keys must belong to rows in ``group``."""
         share, low = 1.0 if group else self.validation, keys & np.uint64((1 << 32) - 1)
         counts = np.array([len(self.names) - self.held, self.held], np.uint64)
         chosen = ((keys >> _HALF) < share * 2.0**32).astype(np.int64)
@@ -76,7 +76,7 @@ class ShufflePlan:
 
 
 def is_scattered(destination: Path, note: Path) -> bool:
-    """Return True if a unit of pass 1 is done, and its runs have not changed since they were written."""
+    """Return True if a unit of pass 1 is complete and its runs are unchanged."""
     directory = state(destination)
     try:
         runs = json.loads((directory / note).read_text())
@@ -86,7 +86,7 @@ def is_scattered(destination: Path, note: Path) -> bool:
 
 
 def scatter(destination: Path, number: int, unit: int, note: Path) -> tuple[int, int]:
-    """Parse a unit of a file, and write its chunks as sorted runs. Returns the numbers of rows and bytes."""
+    """Parse a unit, and write its chunks as sorted runs. Returns the numbers of rows and bytes."""
     plan = ShufflePlan.read(destination)
     assert plan is not None
     directory = state(destination)
@@ -108,7 +108,7 @@ def scatter(destination: Path, number: int, unit: int, note: Path) -> tuple[int,
 
 
 def write_cuts(destination: Path, names: Sequence[str]) -> Array:
-    """Write where pass 2 finds each output file's rows in the runs. Returns the row count of each file."""
+    """Write the boundaries of each output file's rows in all runs. Returns the row count per file."""
     directory = state(destination)
     ends = np.stack([np.load(directory / f"{name}.ends.npy") for name in names])
     write_whole(directory / "cuts.npy", npy(ends))
@@ -118,7 +118,7 @@ def write_cuts(destination: Path, names: Sequence[str]) -> Array:
 
 
 def gather(destination: Path, number: int) -> tuple[int, int]:
-    """Write an output file from its rows in all runs. Returns the row count twice: as samples and as work."""
+    """Write an output file from its rows in all runs. Returns its row count, as samples and as work."""
     plan, directory = ShufflePlan.read(destination), state(destination)
     assert plan is not None
     cuts = np.load(directory / "cuts.npy", mmap_mode="r")[:, number : number + 2].tolist()

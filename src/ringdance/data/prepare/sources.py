@@ -1,4 +1,4 @@
-"""Find images and their labels, in ImageNet's layouts or in any class directories.
+"""Find images and their labels in the layouts of ImageNet, or in other class directories.
 
 Classes are numbered from 0 in the order of their directory names, as in torchvision's ``ImageFolder``.
 """
@@ -43,21 +43,21 @@ class Source:
 
     Attributes:
         split: "train" or "validation".
-        root: Directory of images that are separate files.
+        root: Base directory for the names of images outside of tars.
         classes: Names of the class directories, sorted.
         tars: Paths of the tars that contain images.
-        names: Names of the images, relative to ``root`` or as in the tar. UTF-8, each followed by a newline.
-        ends: Shape (images,), int64. For each name, where the next one begins.
-        changed: Hash of the modification times of the images' files.
+        names: Names of the images, relative to ``root`` or as in the tar, in UTF-8 with a newline after each.
+        ends: Shape (images,), int64. End offset of each name in ``names``, including the newline.
+        changed: Hash of the modification times of all files that contain images.
         places: Locations of the images, in the order of ``names``. dtype ``PLACE``.
-        left_out: Names of other files next to the images, by suffix.
+        left_out: Paths of files that are not images, by suffix.
     """
 
     split: str
     root: str
     classes: Sequence[str]
     tars: Sequence[str]
-    names: bytearray  # a single buffer, because ImageNet-21k has 14 million names
+    names: bytearray  # one buffer to save memory: ImageNet-21k has 14 million names
     ends: np.ndarray[Any, Any]
     changed: str
     places: Places
@@ -83,20 +83,22 @@ class Source:
 
 
 def find(source: Path, splits: Sequence[str] = (), labels: Path | None = None) -> list[Source]:
-    """Find the images under ``source``, which may have any layout that the command's help lists.
+    """Find the images in a directory, in any layout that ``ringdance data prepare imagenet --help`` lists.
 
     Args:
-        source: Directory with class directories, ``train`` and ``val``, Kaggle's files, or the official tars.
-        splits: Splits to find. Defaults to all that exist. Plain class directories are the first split.
+        source: Directory that contains one of: class directories; ``train`` and ``val`` directories; Kaggle's
+            files; the official tar files.
+        splits: Splits to find. Defaults to all that exist. If ``source`` has no splits but only class
+            directories, they become the first of these splits, or "train".
         labels: File with the labels of validation images that are not in class directories.
 
     Raises:
-        ArgumentError: No images are found, or labels are missing. The message names the places searched.
+        ArgumentError: No images are found, labels are missing, or the layout is ambiguous.
     """
     if not source.is_dir():
-        raise ArgumentError(f"{source} is not a directory. SRC is the directory with the images or tars.")
+        raise ArgumentError(f"{source} is not a directory. SRC must be a directory with images or tars.")
     places = {split: place for split in SPLITS if (place := _place(source, split))}
-    # A class may be called "train". Its directory then contains images, and so do the directories next to it.
+    # If "train" and its sibling directories directly contain images, they are classes, not splits.
     if any(map(_own_images, places.values())) and any(_own_images(path) for path in _beside(places.values())):
         places = {}
     if others := [path.name for path in _beside(places.values()) if _is_data(path)]:
@@ -115,7 +117,7 @@ def find(source: Path, splits: Sequence[str] = (), labels: Path | None = None) -
         _check_classes(places.get(split, source))
     missing = [split for split in splits if split not in places]
     if missing:
-        raise ArgumentError(f"{source} has {', '.join(places)}, but no images of {', '.join(missing)}.")
+        raise ArgumentError(f"{source} has images of {', '.join(places)}, but not of {', '.join(missing)}.")
     known = _class_names(places["train"]) if "train" in places else []
     return [
         _source(split, place, source, known, labels)
@@ -126,23 +128,25 @@ def find(source: Path, splits: Sequence[str] = (), labels: Path | None = None) -
 def _place(source: Path, split: str) -> Path | None:
     """Return a split's directory or tar, or None if neither exists."""
     for parent in (source / directory for directory in _KAGGLE):
-        names = sorted(os.listdir(parent)) if parent.is_dir() else []  # includes broken links
+        names = sorted(os.listdir(parent)) if parent.is_dir() else []  # listdir includes broken links
         matches = [name for name in names if name.lower() in SPLITS[split]]
         if len(matches) > 1:
-            raise ArgumentError(f"{parent} has {' and '.join(matches)}. Only one can be {split}: rename one.")
+            raise ArgumentError(
+                f"{parent} has {' and '.join(matches)}, but only one can be {split}. Rename the others."
+            )
         if matches or _TARS[split] in names:
             return parent / (matches or [_TARS[split]])[0]
     return None
 
 
 def _beside(places: Collection[Path]) -> list[Path]:
-    """Return the entries next to the splits' directories or tars, except hidden files."""
+    """Return the siblings of the splits' directories or tars, except hidden files."""
     neighbors = {path for place in places for path in place.parent.glob("[!.]*")}
     return sorted(neighbors - {*places})
 
 
 def _own_images(place: Path) -> bool:
-    """Return True if a directory directly contains images, not only in subdirectories."""
+    """Return True if a directory contains images directly, and not only in subdirectories."""
     return place.is_dir() and any(_IMAGE.search(file.name) and file.is_file() for file in os.scandir(place))
 
 
@@ -153,7 +157,7 @@ def _is_data(path: Path) -> bool:
 
 
 def _check_classes(place: Path) -> None:
-    """Raise an ArgumentError if the class directories look like other directories, such as splits."""
+    """Raise an ArgumentError if the directories in ``place`` look like splits rather than classes."""
     classes = [place / name for name in _class_names(place)] if place.is_dir() else []
     if not all(path.is_dir() for path in classes) or any(map(_own_images, (place, *classes))):
         return
@@ -161,15 +165,13 @@ def _check_classes(place: Path) -> None:
     common = sorted(set[str]().union(*inner).intersection(*inner))
     if len(common) > (len(classes) > 1):
         raise ArgumentError(
-            f"{place}: {', '.join(one.name for one in classes[:5])} have no images directly, but each has "
+            f"{place}: {', '.join(one.name for one in classes[:5])} contain no images, but all contain "
             f"{', '.join(common[:5])}. Are they splits? Name them train and val, or use {classes[0]} as SRC."
         )
 
 
-def _source(
-    split: str, place: Path, source: Path, known: Sequence[str], labels: Path | None
-) -> Source:
-    """List a split's images and number their classes. Holds only one class at a time as Python objects."""
+def _source(split: str, place: Path, source: Path, known: Sequence[str], labels: Path | None) -> Source:
+    """List a split's images, and number the classes. To save memory, converts each class to arrays."""
     text, ends, places, changed = bytearray(), bytearray(), bytearray(), hashlib.sha256()
     numbers_by_class: dict[str, int] = {}
     files = {"": 0}
@@ -192,10 +194,10 @@ def _source(
         ends += (newlines + (len(text) + 1)).tobytes()
         text += added
     if not text:
-        raise ArgumentError(f"{place} contains no images")
+        raise ArgumentError(f"{place} contains no images.")
     classes = list(known) or sorted(numbers_by_class)
     if strange := sorted(numbers_by_class.keys() - set(classes)):
-        raise ArgumentError(f"{place} has classes that train does not have: {', '.join(strange[:5])}")
+        raise ArgumentError(f"{place} has classes that train does not have: {', '.join(strange[:5])}.")
     if split == "train" and (empty := sorted(set(classes) - numbers_by_class.keys())):
         for name in empty if place.is_dir() else ():
             if other := next((path for path in (place / name).glob("[!.]*") if path.is_file()), None):
@@ -218,7 +220,7 @@ def _source(
 
 
 def _class_names(place: Path) -> list[str]:
-    """Return the class names, from directories or inner tars. The list is empty for a directory of images."""
+    """Return the names of class directories or class tars, sorted."""
     if place.is_file():
         with open_tar(place) as tar:
             return sorted(Path(entry.name).stem for entry in tar if entry.name.endswith(".tar"))
@@ -260,11 +262,11 @@ def _walk(
 
 
 def _is_directory(entry: os.DirEntry[str], above: Sequence[str]) -> bool:
-    """Return True for a directory. Raises ArgumentError for a broken link or a link to a parent directory."""
+    """Return True for a directory. Raises ArgumentError for a broken link or one that forms a cycle."""
     suffix = os.path.splitext(entry.name)[1].lower()
     wanted = not entry.name.startswith(".") and suffix in ("", ".tar")
     if entry.is_symlink() and wanted and not os.path.exists(entry.path):
-        raise ArgumentError(f"{entry.path} is a broken link. Complete SRC, or remove the link.")
+        raise ArgumentError(f"{entry.path} is a broken link. Add its target, or remove the link.")
     if entry.is_symlink() and entry.is_dir():
         there = os.path.realpath(entry.path)
         if any(f"{path}/".startswith(f"{there}/") for path in above):
@@ -273,7 +275,7 @@ def _is_directory(entry: os.DirEntry[str], above: Sequence[str]) -> bool:
 
 
 def _is_image(entry: os.DirEntry[str], left_out: LeftOut) -> bool:
-    """Return True if a file is named like an image. Raises ArgumentError if reading it might never end."""
+    """Return True if a file is named like an image. Raises ArgumentError if it is not a regular file."""
     if not _is_named(entry.path, left_out):
         return False
     if not entry.is_file():
@@ -282,7 +284,7 @@ def _is_image(entry: os.DirEntry[str], left_out: LeftOut) -> bool:
 
 
 def _is_named(path: str, left_out: LeftOut) -> bool:
-    """Return True if a path is named like an image. Otherwise, record it as left out."""
+    """Return True if a path has an image's suffix and is not hidden. Otherwise, record it as left out."""
     name = path.rpartition("/")[2]
     if _IMAGE.search(name) and not name.startswith("."):
         return True
@@ -298,7 +300,7 @@ def _is_member(member: tarfile.TarInfo, left_out: LeftOut) -> bool:
 
 
 def _in_tar(path: Path, left_out: LeftOut) -> Iterator[Found]:
-    """Yield the images of an official tar: by class from its inner tars, or without a class."""
+    """Yield the images in an official tar by class, from its inner tars. Other images have no class."""
 
     def class_of(member: tarfile.TarInfo) -> str:
         return Path(member.name).stem if member.name.endswith(".tar") else ""
@@ -318,24 +320,26 @@ def _in_tar(path: Path, left_out: LeftOut) -> Iterator[Found]:
 
 @contextmanager
 def open_tar(path: Path | str) -> Iterator[tarfile.TarFile]:
-    """Open a tar. Raise an ArgumentError if it cannot be read to its end."""
+    """Open a tar. Raises ArgumentError if it turns out to be damaged or incomplete."""
     try:
         with tarfile.open(path, "r:") as tar:
             yield tar
             _check_end(tar)
     except tarfile.TarError as error:
-        raise ArgumentError(f"{path}: {error}. Is the download complete?") from None
+        raise ArgumentError(f"{path} is damaged or incomplete: {error}. Copy it again.") from None
 
 
 def _check_end(tar: tarfile.TarFile) -> None:
-    """Raise ReadError if data follows the last member, because tarfile mistakes a bad header for the end."""
+    """Raise ReadError if data follows the last member. tarfile takes a damaged header for the end."""
     tar.getmembers()
     file = tar.fileobj
     assert file is not None
     file.seek(tar.offset)
     while rest := file.read(1 << 20):
         if rest.strip(b"\0"):
-            raise tarfile.ReadError(f"data follows its end, byte {tar.offset}: damaged, or tars joined")
+            raise tarfile.ReadError(
+                f"data follows its end at byte {tar.offset}: it is damaged, or several tars were joined"
+            )
 
 
 def _members(tar: tarfile.TarFile, left_out: LeftOut) -> Iterator[tuple[str, int, int]]:

@@ -1,4 +1,4 @@
-"""Run the tasks of a preparation, in this process or in several processes."""
+"""Run the tasks of a preparation in this process or in parallel."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ Work = Callable[..., tuple[int, int]]
 def run_tasks(
     work: Work, tasks: Sequence[tuple[Any, ...]], processes: int, progress: PrepareProgress
 ) -> None:
-    """Run all tasks.
+    """Run all tasks, in any order.
 
     Args:
-        work: A module-level function. It must be safe to run a task again after an interruption.
+        work: A module-level function that runs a task. After an interruption, it is called again.
         tasks: The arguments of each task.
         processes: Maximum number of processes. If 1, the tasks run in this process.
-        progress: Counts finished work.
+        progress: Shows how much of the work is finished.
 
     Raises:
-        ArgumentError: A task raised it, or a process was killed. The other processes have been stopped.
+        ArgumentError: A task raised it, or a process was killed. The other processes are stopped first.
     """
     try:
         with progress:
@@ -40,7 +40,7 @@ def run_tasks(
             else:
                 _run_in_pool(work, tasks, min(processes, len(tasks)), progress)
     except BaseException:
-        say("Stopped. The same command resumes: complete files are not written again.")
+        say("Stopped. The same command resumes the run and keeps all complete files.")
         raise
 
 
@@ -64,7 +64,7 @@ def _run_in_pool(
 
 
 def _begin() -> None:
-    """Make this process exit when its parent does, and exit immediately on Ctrl-C."""
+    """Make a worker process exit when its parent does, and exit without a traceback on Ctrl-C."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     parent = multiprocessing.parent_process()
     assert parent is not None

@@ -1,4 +1,4 @@
-"""Tables of click logs. Each row has a label and fields, which are (id, value) pairs. Needs only NumPy."""
+"""Tables of click logs. Each row has a label and (id, value) pairs, called fields. Needs only NumPy."""
 
 from ringdance.data.tables.loader import TableBatch, TableLoader
 from ringdance.data.tables.planted import planted

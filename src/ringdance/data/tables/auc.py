@@ -1,4 +1,4 @@
-"""The area under the ROC curve, computed from counts per score. Counts from several ranks can be merged."""
+"""Compute the area under the ROC curve from counts per score, which can be merged across ranks."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ Array = np.ndarray[Any, Any]
 
 
 def counted(scores: Array, positive: Array) -> tuple[Array, Array]:
-    """Return the distinct scores in ascending order, and their positive and negative counts, shape (n, 2)."""
+    """Return the sorted distinct scores, and each one's positive and negative count, shape (n, 2)."""
     values, places = np.unique(scores, return_inverse=True)
     counts = [np.bincount(places[mask], minlength=len(values)) for mask in (positive, ~positive)]
     return values, np.stack(counts, 1)
 
 
 def won_twice(counts: Array) -> int:
-    """Return twice the number of pairs in which the positive sample has the higher score. A tie counts half.
+    """Return twice the number of correctly ordered (positive, negative) pairs. A tie counts as half a pair.
 
     Args:
         counts: Number of positive and negative samples per score, in ascending order, shape (n, 2).
@@ -28,14 +28,14 @@ def won_twice(counts: Array) -> int:
 
 
 def auc(scores: Array, labels: Array) -> float:
-    """Return the area under the ROC curve (Mann and Whitney 1947), or NaN unless both labels occur."""
+    """Return the area under the ROC curve (Mann and Whitney 1947), or NaN if all labels are equal."""
     counts = counted(scores, np.asarray(labels) > 0.5)[1]
     positives, negatives = counts.sum(0).tolist()
     return won_twice(counts) / (2 * positives * negatives) if positives and negatives else math.nan
 
 
 def standard_error(area: float, positives: int, negatives: int) -> float:
-    """Return the standard error of an area estimated from this many samples (Hanley and McNeil 1982)."""
+    """Return the standard error of an estimated area (Hanley and McNeil 1982), given the sample counts."""
     if not positives or not negatives:
         return math.nan
     both, one = area / (2 - area), 2 * area**2 / (1 + area)

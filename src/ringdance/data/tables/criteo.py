@@ -1,4 +1,4 @@
-"""Criteo's columns (a label, 13 numbers and 26 categories), and the ids and values computed from them."""
+"""Parse Criteo's columns (a label, 13 numbers and 26 categories), and compute ids and values."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TYPES = [
 ]
 
 Texts = tuple[Array, Array]
-"""The strings of a column: their offsets and the end of the last one, shape (n + 1,), and their bytes."""
+"""A column's strings: their offsets, followed by the end of the last one, shape (n + 1,), and their bytes."""
 
 
 def parse(data: Array, starts: Array, fields: int, table_size: int) -> Rows:
@@ -38,7 +38,7 @@ def parse(data: Array, starts: Array, fields: int, table_size: int) -> Rows:
 
 
 def texts(column: Any) -> Texts:
-    """Return the strings of an Arrow array of type binary, without a copy."""
+    """Return the strings in a binary Arrow array, without copying them."""
     _, begins, data = column.buffers()
     offsets = np.frombuffer(begins, np.int32)[column.offset : column.offset + len(column) + 1]
     return offsets, np.frombuffer(data or b"", np.uint8)
@@ -47,12 +47,12 @@ def texts(column: Any) -> Texts:
 def transform(numbers: Array, texts: Sequence[Texts], out: Rows, table_size: int) -> None:
     """Compute ids and values from the columns.
 
-    The i-th of the 13 numbers, x, gets the id i and the value log1p(max(x, 0)), or 0 if x is missing.
-    Each of the 26 categories gets the value 1 and an id of 13 or more, a hash of the column and the string.
+    The number x in numeric column i gets the id i and the value log1p(max(x, 0)), or 0 if x is missing.
+    A category gets the value 1, and as its id a hash of the column and the string, which is at least 13.
 
     Args:
         numbers: Shape (n, 13), float64. NaN if missing.
-        texts: Strings of the 26 categories.
+        texts: Strings of the 26 categorical columns.
         out: Receives the ids and values.
         table_size: Upper bound of the ids, exclusive.
 
@@ -60,27 +60,27 @@ def transform(numbers: Array, texts: Sequence[Texts], out: Rows, table_size: int
         ArgumentError: ``table_size`` leaves no ids for the categories.
     """
     if table_size <= NUMERIC:
-        raise ArgumentError(f"table_size={table_size}: the numeric columns use {NUMERIC} ids. Increase it.")
+        raise ArgumentError(f"table_size={table_size} must be above {NUMERIC}, the count of numeric columns.")
     out.ids[:, :NUMERIC] = np.arange(NUMERIC)
     out.values[:, :NUMERIC] = np.log1p(np.fmax(numbers, 0))  # fmax turns NaN into 0
     out.values[:, NUMERIC:] = 1
     hashes, rows = hash_texts(texts), np.uint64(table_size - NUMERIC)
-    hashes -= hashes // rows * rows  # the remainder, because dividing by a scalar is much faster than %
+    hashes -= hashes // rows * rows  # the same as hashes % rows, but much faster
     out.ids[:, NUMERIC:] = hashes.reshape(CATEGORICAL, -1).T
     out.ids[:, NUMERIC:] += NUMERIC
 
 
 def hash_texts(texts: Sequence[Texts]) -> Array:
-    """Hash the strings of several columns. Each column is hashed differently.
+    """Hash the strings of several columns, with a different hash function for each column.
 
-    SplitMix64's finalizer is applied to the column and the length first, then to eight bytes at a time. The
-    result is the same on any machine.
+    SplitMix64's finalizer is applied to the column index and the string length, then to the string eight
+    bytes at a time. The result is the same on any machine.
 
     Args:
-        texts: Strings of each column. All columns have the same length.
+        texts: Each column's strings. All columns have the same length.
 
     Returns:
-        Shape (columns * n,), uint64, column after column.
+        uint64 array of shape (columns * n,), with the columns concatenated.
     """
     data = [data[begins[0] : begins[-1]] for begins, data in texts]
     joined = np.concatenate([*data, np.zeros(8, np.uint8)])
@@ -98,11 +98,11 @@ def hash_texts(texts: Sequence[Texts]) -> Array:
     return state
 
 
-_MASKS = np.array([(1 << 8 * count) - 1 for count in range(9)], np.uint64)  # to keep a word's first bytes
+_MASKS = np.array([(1 << 8 * count) - 1 for count in range(9)], np.uint64)  # mask n keeps n bytes of a word
 
 
 def mixed(value: Array) -> Array:
-    """Apply SplitMix64's finalizer to each number. Shape and dtype (uint64) do not change."""
+    """Apply SplitMix64's finalizer to each number in an array of dtype uint64."""
     value = value + np.uint64(0x9E3779B97F4A7C15)
     value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -110,10 +110,10 @@ def mixed(value: Array) -> Array:
 
 
 def header_size(data: Array) -> int:
-    """Return the size in bytes of a file's header line with column names, or 0 if there is none.
+    """Return the size in bytes of the line with column names, or 0 if a file starts with a row.
 
     Raises:
-        RowError: The column names differ from Criteo's, or are in a different order.
+        RowError: The first line contains neither Criteo's column names in order nor a row.
     """
     if bytes(data[: len(BOM)]) == BOM:
         return len(BOM) + header_size(data[len(BOM) :])
@@ -123,5 +123,5 @@ def header_size(data: Array) -> int:
     if not names[0] or names[0].replace(".", "").isdigit():
         return 0
     if [name.lower() for name in names] != [name.lower() for name in COLUMNS]:
-            raise RowError(f"its first line is {line[:80]!r}: expected label,I1,...,I13,C1,...,C26, or a row")
+        raise RowError(f"its first line is {line[:80]!r}: expected label,I1,...,I13,C1,...,C26, or a row")
     return int(ends[0]) + 1 if len(ends) else len(data)

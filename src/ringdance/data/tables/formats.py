@@ -1,4 +1,4 @@
-"""The interface between tables and the file formats that need parsing, that is, all but ``rows``."""
+"""The formats of table files: how to detect, scan and parse them."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ SUFFIXES = {
     ".npy": "rows", ".tfrecord": "tfrecord", ".tfrecords": "tfrecord", ".libsvm": "libsvm", ".svm": "libsvm",
     ".svmlight": "libsvm", ".csv": "csv", ".tsv": "csv",
 }  # fmt: skip
-_CHUNK = 1 << 24  # bytes to scan at a time
+_CHUNK = 1 << 24  # number of bytes to scan at a time
 
 
 @dataclass(frozen=True)
 class Format:
-    """How to find and parse the rows of a file format.
+    """Functions that find and parse the rows of a file format. Not needed for ``rows``.
 
     Attributes:
-        unit: Word for a row in error messages.
-        bounds: Returns the offset of each row, and the end of the last, given the bytes of whole rows.
-        fields: Returns the number of fields, given bytes that begin with a row.
+        unit: What a row is called in error messages.
+        bounds: Returns the offset of each row and the end of the last one, given the bytes of whole rows.
+        fields: Returns the number of fields in the first row, given bytes that begin with it.
         parse: Parses rows, given their bytes (followed by padding), their bounds, the number of fields and
             the table size.
     """
@@ -57,10 +57,10 @@ def format_of(head: bytes, suffix: str = "") -> str:
 def parse(
     format: str, data: Any, fields: int, table_size: int
 ) -> tuple[int, Iterator[tuple[int, Rows | RowError]]]:
-    """Parse whole rows, given as bytes, or as an array for the format ``rows``.
+    """Parse whole rows. ``data`` is an array for the format ``rows``, otherwise bytes.
 
     Returns:
-        The number of rows, and what ``by_halves`` yields for them.
+        The number of rows, and an iterator over the parsed rows and errors, as from ``by_halves``.
     """
     if format == "rows":
         return len(data), by_halves(lambda a, b: Rows.of(data[a:b]), len(data), table_size)
@@ -75,20 +75,20 @@ def parse(
 
 
 def scan(path: Path, name: str) -> tuple[int, int, Array]:
-    """Return a file's number of rows, number of fields and block offsets. See Note [The index of a table].
+    """Scan a file. Returns its numbers of rows and fields, and offsets. See Note [The index of a table].
 
     Raises:
-        RowError: The file has no rows, or is not in that format.
+        RowError: The file has no rows or another format, or the format ``name`` is unknown.
     """
     if name != "rows" and name not in FORMATS:
         raise RowError(f"format={name!r} is not supported. Use one of rows, {', '.join(FORMATS)}.")
     if not path.stat().st_size:
         raise RowError("it is empty")
     if name == "rows":
-        array = np.lib.format.open_memmap(path, mode="r")  # not np.load, which also accepts .npz files
+        array = np.lib.format.open_memmap(path, mode="r")  # unlike np.load, rejects .npz files
         fields = array["ids"].shape[1] if array.dtype.names else 0
         if array.ndim != 1 or array.dtype != dtype(fields):
-            raise RowError(f"it holds {array.dtype}: expected rows of {dtype(39)}, with any number of fields")
+            raise RowError(f"its dtype is {array.dtype} instead of {dtype(39)}, with any number of fields")
         return len(array), fields, np.empty(0, np.uint64)
     data = np.memmap(path, np.uint8, "r").view(np.ndarray)
     begin = criteo.header_size(data[: 1 << 16]) if name == "csv" else 0
@@ -99,7 +99,7 @@ def scan(path: Path, name: str) -> tuple[int, int, Array]:
 
 
 def _line_blocks(data: Array, begin: int) -> tuple[int, Array]:
-    """Return the number of lines, the offset of every 256th line, and the end of the last."""
+    """Return the line count, and the offset of every 256th line, followed by the end."""
     rows, offsets = 0, [np.array([begin])]
     for at in range(begin, len(data), _CHUNK):
         ends = np.flatnonzero(data[at : at + _CHUNK] == lines.NEWLINE) + (at + 1)

@@ -1,4 +1,4 @@
-"""Find and parse the rows of text files, one row per line. Includes the LibSVM format."""
+"""Find and parse the rows of text files, which have one row per line."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NEWLINE, SPACE, COLON = b"\n :"
 
 
 def bounds(data: Array) -> Array:
-    """Return the offset of each line, and the end of the last, which may lack its newline."""
+    """Return the offset of each line, followed by the end of the last one, which may lack a newline."""
     ends = np.flatnonzero(data == NEWLINE) + 1
     if len(data) and (not len(ends) or ends[-1] != len(data)):
         ends = np.append(ends, len(data))
@@ -23,9 +23,9 @@ def bounds(data: Array) -> Array:
 
 
 def pieces(stream: BinaryIO, size: int, first: int | None = None) -> Iterator[bytes]:
-    """Yield chunks of whole lines, about ``size`` bytes each (``first`` for the first). All end with ``\\n``.
+    """Yield chunks of whole lines, about ``size`` bytes each, or ``first`` bytes for the first chunk.
 
-    A line belongs to the chunk in which it begins.
+    A line belongs to the chunk in which it begins. All lines end with ``\\n``, even the last.
     """
     left = size if first is None else first
     while True:
@@ -47,7 +47,7 @@ def columns(data: Array, delimiter: str, types: Sequence[tuple[str, str]], null:
         data: The lines, as bytes.
         delimiter: Delimiter between columns.
         types: Name and Arrow type, such as "float32", of each column.
-        null: If True, an empty numeric column means a missing value. Otherwise it is an error.
+        null: If True, an empty numeric column is a missing value. If False, it is an error.
 
     Raises:
         RowError: A line has the wrong number of columns, or a numeric column does not contain a number.
@@ -70,27 +70,27 @@ def columns(data: Array, delimiter: str, types: Sequence[tuple[str, str]], null:
         text = re.sub(_NOISE, "", str(error))
         text = re.sub(r"column #(\d+)", lambda match: f"column {types[int(match[1])][0]}", text)
         raise RowError(text[:200]) from None
-    return [column.chunk(0) for column in table.columns]  # a single block yields a single chunk
+    return [column.chunk(0) for column in table.columns]  # only one chunk, as all data is in one block
 
 
 _NOISE = r"^CSV parse error: |CSV conversion error to \w+: |Row #\d+: |^In CSV |\n.*"
 
 
 def libsvm_fields(data: Array) -> int:
-    """Return the number of fields in the first line, in LibSVM format."""
+    """Return the number of fields in the first line of LibSVM data."""
     return int(np.count_nonzero(data[: bounds(data)[1]] == COLON))
 
 
 def parse_libsvm(data: Array, starts: Array, fields: int, table_size: int) -> Rows:
     """Parse lines of the form ``label id:value id:value ...``, with ids from 1 and ``fields`` pairs."""
     data = data[: starts[-1]]
-    loose = starts[1:][data[starts[1:] - 2] == SPACE] - 2  # spaces at the end of a line
+    loose = starts[1:][data[starts[1:] - 2] == SPACE] - 2  # positions of trailing spaces
     if len(loose):
         data = np.delete(data, loose)
     colons = data == COLON
     if (pair_count := np.count_nonzero(colons)) != fields * (len(starts) - 1):
         raise RowError(f"expected a label and {fields} id:value pairs, but there are {pair_count} pairs")
-    data -= colons * np.uint8(COLON - SPACE)  # turns colons into spaces
+    data -= colons * np.uint8(COLON - SPACE)  # replace colons with spaces
     pairs = [(f"{part} {n}", kind) for n in range(1, fields + 1) for part, kind in _PAIR]
     parsed = [column.to_numpy() for column in columns(data, " ", [("label", "float32"), *pairs])]
     ids = np.stack(parsed[1::2], axis=1)

@@ -1,4 +1,4 @@
-"""Generate rows like Criteo's with known click probabilities, to compare models with the best possible model.
+"""Generate rows like Criteo's with known click probabilities, as a benchmark for models.
 
 A row's logit comes from a factorization machine with hidden weights and factors: it is the sum of a bias, a
 weight for each field, and the inner products of the factors for all pairs of fields. A linear model can learn
@@ -29,21 +29,21 @@ _MISSING_NUMBERS = (0.44, 0, 0.22, 0.22, 0.02, 0.22, 0.04, 0, 0.04, 0.44, 0.04, 
 _MISSING_CATEGORIES = {2: 0.03, 3: 0.03, 5: 0.12, 11: 0.03, 15: 0.03, 18: 0.44, 19: 0.44, 20: 0.03, 21: 0.76,
                        23: 0.03, 24: 0.44, 25: 0.44}  # fmt: skip
 _MEDIANS = (1, 3, 6, 4, 2700, 33, 3, 7, 38, 1, 1, 1, 4)  # medians of the numeric columns
-_POWER = 1.15  # the k-th most frequent category has a share of about k ** -_POWER
-_KNOWN = 1024  # only this many categories of a column, the most frequent ones, have weights
-_PAIRED = 120  # columns with more categories have no factors, because each pair must occur often
+_POWER = 1.15  # the share of the k-th most frequent category is proportional to about k ** -_POWER
+_KNOWN = 1024  # only this many of the most frequent categories per column have weights
+_PAIRED = 120  # only columns with at most this many categories have factors, so that all pairs are frequent
 _FACTORS = 4
 _POSITIVE = 0.25
 
 
 @dataclass(frozen=True)
 class PlantedRows:
-    """Generated rows, and the click probabilities that their labels were drawn from.
+    """Generated rows, and the click probabilities from which their labels were drawn.
 
     Attributes:
         labels: Shape (n,), int8. 1 for a click.
         numbers: Shape (n, 13), float64. Whole numbers, or NaN if missing.
-        texts: Strings of the 26 categories: 8 hexadecimal digits, or empty if missing.
+        texts: Strings of the 26 categorical columns: 8 hexadecimal digits, or empty if missing.
         probabilities: Shape (n,), float64. Probability of a click.
     """
 
@@ -61,7 +61,7 @@ class PlantedRows:
         )  # fmt: skip
 
     def rows(self, table_size: int = 1_000_000) -> Rows:
-        """Return ids and values, as if read from a file with these columns."""
+        """Convert the columns to labels, ids and values, as if they had been read from a file."""
         rows = Rows.empty(len(self.labels), criteo.FIELDS)
         rows.labels[:] = self.labels
         criteo.transform(self.numbers, self.texts, rows, table_size)
@@ -69,12 +69,12 @@ class PlantedRows:
 
 
 def planted(rows: int, seed: int = 0, day: int = 0, start: int = 0) -> Iterator[PlantedRows]:
-    """Draw rows, up to 16,384 at a time.
+    """Generate rows, up to 16,384 at a time.
 
     Args:
-        rows: Number of rows. The first rows are the same for any number.
-        seed: Seed of the hidden weights and of the rows.
-        day: Day number, from 0. Each day has different rows, drawn with the same weights.
+        rows: Number of rows. A smaller number yields a prefix of the same rows.
+        seed: Random seed for the hidden weights and the rows.
+        day: Day number, from 0. Each day has different rows, generated with the same weights.
         start: Number of the first row.
     """
     check_positive(rows=rows)
@@ -86,7 +86,7 @@ def planted(rows: int, seed: int = 0, day: int = 0, start: int = 0) -> Iterator[
 
 @lru_cache(maxsize=1)
 class _Hidden:
-    """Weights and factors of the fields. Column 0 of each array holds the weights, the others the factors."""
+    """The fields' hidden weights (column 0 of each array) and factors (other columns)."""
 
     def __init__(self, seed: int) -> None:
         random = np.random.RandomState([seed, 1 << 20])
@@ -96,10 +96,10 @@ class _Hidden:
             table = random.standard_normal((min(count, _KNOWN) + 1, 1 + _FACTORS)) * 0.4
             share = np.arange(1, len(table)) ** -_POWER
             table[:, 0] *= 0.6
-            # A nonzero mean would act as a weight in the other column, which a linear model could learn, too.
+            # Center the factors. Otherwise, a linear model could learn part of the interactions.
             table[:, 1:] -= share @ table[:-1, 1:] / share.sum()
             table[:, 1:] *= count <= _PAIRED
-            table[-1] = 0  # rare categories
+            table[-1] = 0  # used for all rare categories
             self.categories.append(table)
         logits = self.columns(random)[3]
         low, high = -30.0, 30.0
@@ -111,14 +111,14 @@ class _Hidden:
                 high = self.bias
 
     def draw(self, random: np.random.RandomState) -> PlantedRows:
-        """Draw a block."""
+        """Draw one block of rows."""
         numbers, words, present, logits = self.columns(random)
         probabilities = _sigmoid(logits + self.bias)
         labels = (random.random_sample(BLOCK) < probabilities).astype(np.int8)
         return PlantedRows(labels, numbers, list(map(_texts, words, present)), probabilities)
 
     def columns(self, random: np.random.RandomState) -> tuple[Array, Array, Array, Array]:
-        """Draw numbers, categories' words, a mask of the words present, and logits without the bias."""
+        """Draw numbers, categories as 32-bit words, a mask of those present, and logits without the bias."""
         total, squares = np.zeros((2, BLOCK, 1 + _FACTORS))
         numbers = np.empty((BLOCK, criteo.NUMERIC))
         for column, hidden in enumerate(self.numbers):
@@ -142,14 +142,14 @@ class _Hidden:
 
 
 def _power_law(uniform: Array, count: int) -> Array:
-    """Map uniform numbers in [0, 1) to categories, numbered from 0 by descending frequency."""
+    """Map uniform random numbers in [0, 1) to category numbers, from 0 for the most frequent one."""
     power = 1 - _POWER
     ranks = (1 + uniform * ((count + 1) ** power - 1)) ** (1 / power)
     return np.minimum(ranks.astype(np.int64) - 1, count - 1)
 
 
 def _texts(words: Array, there: Array) -> criteo.Texts:
-    """Return 8 hexadecimal digits for each word that is present, and an empty string for each other word."""
+    """Convert words to 8 hexadecimal digits, or to an empty string if missing."""
     shifts = np.arange(28, -1, -4, dtype=np.uint32)
     data = _DIGITS[words[there][:, None] >> shifts & np.uint32(15)]
     return np.append(0, np.cumsum(there * 8)).astype(np.int32), np.ascontiguousarray(data).reshape(-1)

@@ -1,4 +1,4 @@
-"""Rows of a table in memory, and the format ``rows``: a ``.npy`` file that needs no parsing."""
+"""Rows of a table in memory, and their dtype in ``.npy`` files of the format ``rows``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PADDING = 32
 
 
 class RowError(ValueError):
-    """Rows are broken. The message says what was expected; a table adds the file and the row."""
+    """Raised for broken rows. The message says what was expected, without the file and the row number."""
 
 
 class Rows(NamedTuple):
@@ -46,7 +46,7 @@ class Rows(NamedTuple):
 
     @classmethod
     def joined(cls, parts: Sequence[Rows], fields: int) -> Rows:
-        """Join the rows of all parts. Does not copy if there is only one part."""
+        """Concatenate the rows of all parts. A single part is returned without a copy."""
         if len(parts) == 1:
             return parts[0]
         return cls(*(np.concatenate(arrays) for arrays in zip(cls.empty(0, fields), *parts, strict=True)))
@@ -66,9 +66,9 @@ class Rows(NamedTuple):
         """Raise RowError if an id, label or value is invalid."""
         if not len(self.labels):
             return
-        if self.ids.view(np.uint64).max(initial=0) >= table_size:  # negative ids are large as uint64
+        if self.ids.view(np.uint64).max(initial=0) >= table_size:  # as uint64, negative ids are huge
             wrong = self.ids[(self.ids < 0) | (self.ids >= table_size)][0]
-            raise RowError(f"id {wrong} (from 0) is beyond the table: expected 0 to {table_size - 1}")
+            raise RowError(f"id {wrong} (numbered from 0) is out of range: expected 0 to {table_size - 1}")
         right = (self.labels >= 0) & (self.labels <= 1)
         if not right.all():
             raise RowError(f"label {self.labels[~right][0]:g}: expected 0 (no click) or 1 (click)")
@@ -79,15 +79,15 @@ class Rows(NamedTuple):
 def by_halves(
     read: Callable[[int, int], Rows], count: int, table_size: int
 ) -> Iterator[tuple[int, Rows | RowError]]:
-    """Read and check rows, all in one call if none is broken. Otherwise find broken rows by bisection.
+    """Read and check rows. All are read in one call, unless broken rows have to be found by bisection.
 
     Args:
-        read: Reads a range of rows, given the numbers of its first row and of the row after its last.
+        read: Reads a range of rows, given its start and stop. Raises RowError for broken rows.
         count: Number of rows.
         table_size: Upper bound of the ids, exclusive.
 
     Yields:
-        The number of the first row in a range, and the rows, or the error if the range is one broken row.
+        The number of a range's first row, and its rows. For a range of one broken row, the error.
     """
     todo = [(0, count)] if count else []
     while todo:
@@ -105,7 +105,7 @@ def by_halves(
 
 
 def dtype(fields: int) -> np.dtype[np.void]:
-    """Return a row's dtype in a file of the format ``rows``."""
+    """Return the dtype of a row in files of the format ``rows``."""
     return np.dtype([("label", "<f4"), ("ids", "<i4", (fields,)), ("values", "<f4", (fields,))])
 
 

@@ -1,9 +1,9 @@
-"""A split of a table on disk: its files, in any of the formats, and the locations of their rows.
+"""A split of a table on disk: files in one of the formats, and the locations of their rows.
 
 Note [The index of a table]: ``train.json`` describes the files of the split ``train``. If rows differ in
-length, ``train.npy`` holds the offset of each block of 256 rows (uint64). For each file in turn, it has the
-offset of each block (the first starts after any header) and the end of the last block. Files without an index
-are scanned for these offsets once, when they are opened.
+length, ``train.npy`` contains file offsets as uint64: for each file in turn, the offset of each block of 256
+rows (the first starts after any header), followed by the end of the last block. A file without an index is
+scanned for these offsets when it is opened.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ringdance.data.tables.lines import NEWLINE
 from ringdance.data.tables.rows import BLOCK, PADDING, Array, RowError, Rows, by_halves, dtype
 from ringdance.errors import ArgumentError
 
-_LABELS = 1 << 16  # rows to read at once when comparing labels
+_LABELS = 1 << 16  # number of rows to read at a time when comparing labels
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class TableFile:
         name: Path relative to the table's directory.
         rows: Number of rows.
         size: Size in bytes.
-        crc32c: CRC-32C of the whole file. None if the file was not written by Ringdance.
+        crc32c: CRC-32C of the whole file, or None if another tool wrote it.
     """
 
     name: str
@@ -46,7 +46,7 @@ class TableFile:
 
 @dataclass(frozen=True)
 class Table(Files):
-    """One split of a table on disk. Use ``open`` to create it.
+    """One split of a table on disk. Use ``open`` to create an instance.
 
     Attributes:
         path: Directory of the table.
@@ -74,11 +74,10 @@ class Table(Files):
         """Open a prepared directory, or a file in one of the formats.
 
         Args:
-            path: A directory with ``train.json``, or a file without an index, which is scanned once.
-            split: Name of the split whose index to read.
-            table_size: Number of rows in the embedding table. Required only for a file without an
-                index.
-            format: Format of a file without an index. Defaults to a guess from its name or content.
+            path: A directory with an index, such as ``train.json``, or a file, which is scanned once.
+            split: Name of the split whose index to read, if ``path`` is a directory.
+            table_size: Number of rows in the embedding table. Required if ``path`` is a file.
+            format: Format, if ``path`` is a file. Defaults to a guess from its name or content.
 
         Raises:
             ArgumentError: The table is missing, or does not match its index or ``table_size``.
@@ -89,7 +88,9 @@ class Table(Files):
         if not where.exists():
             raise ArgumentError(f"{where}: no such file or directory")
         if table_size is None:
-            raise ArgumentError(f"{where} does not have an index with its table size. Pass table_size=.")
+            raise ArgumentError(
+                f"{where} is a file without an index. Pass table_size=, the size of the embedding table."
+            )
         try:
             with open(where, "rb") as stream:
                 name = format or format_of(stream.read(1 << 16), where.suffix)
@@ -104,8 +105,8 @@ class Table(Files):
         about = read_json(index, TABLE)
         if table_size not in (None, about["table_size"]):
             raise ArgumentError(
-                f"table_size={table_size}: {index.parent} was prepared for {about['table_size']} "
-                "(--table-size of `ringdance data prepare criteo`). Pass that, omit it, or prepare again."
+                f"table_size={table_size}: {index.parent} was prepared for {about['table_size']}. Omit it, "
+                "or run `ringdance data prepare criteo` again with this --table-size."
             )
         files = [TableFile(**file) for file in about["files"]]
         is_rows = about["format"] == "rows"
@@ -115,7 +116,7 @@ class Table(Files):
         )
 
     def write(self) -> None:
-        """Write the index. A process that opens it at the same time finds the old index or none."""
+        """Write the index. A process that opens it concurrently finds the old index or none."""
         about = {"kind": TABLE, "format": self.format, "fields": self.fields, "table_size": self.table_size}
         files = [asdict(file) for file in self.files]
         offsets = None if self.format == "rows" else self.offsets
@@ -126,12 +127,12 @@ class Table(Files):
 
     @cached_property
     def _first(self) -> Array:
-        """Number of the first row of each file, and of the row after the last file."""
+        """Row number at which each file starts, followed by the total number of rows."""
         return np.cumsum([0, *(file.rows for file in self.files)])
 
     @cached_property
     def _begin(self) -> Array:
-        """Index of the first offset of each file in ``offsets``."""
+        """Index in ``offsets`` at which each file's offsets begin."""
         return np.cumsum([0, *map(_offsets, self.files)])
 
     def read(self, numbers: Indices) -> Rows:
@@ -152,7 +153,7 @@ class Table(Files):
         return Rows.joined(parts, self.fields)
 
     def only_label(self) -> float | None:
-        """Return the label that all rows share, or None if they differ. Usually reads only the first rows."""
+        """Return the label that all rows share, or None. Reading stops as soon as a label differs."""
         first = None
         for start in range(0, len(self), _LABELS):
             labels = self.read(np.arange(start, min(start + _LABELS, len(self)))).labels
@@ -170,7 +171,7 @@ class Table(Files):
         return rows
 
     def _parsed(self, numbers: Indices) -> Rows:
-        """Read the blocks that contain the rows, drop all other rows, and parse the rest in one call."""
+        """Locate the rows within their blocks, and parse all of them in one call."""
         form = FORMATS[self.format]
         pieces: list[Array] = []
         bounds: list[Array] = []
@@ -182,25 +183,25 @@ class Table(Files):
             ends = form.bounds(data)
             if len(ends) - 1 != min(last * BLOCK, self.files[file].rows) - first * BLOCK:
                 raise ArgumentError(
-                    f"{self._name(file)}: bytes {offsets[first]} to {offsets[last]} hold {len(ends) - 1} "
-                    "rows, but the index says otherwise. Was the file changed? Copy it or prepare it again."
+                    f"{self._name(file)}: bytes {offsets[first]} to {offsets[last]} contain {len(ends) - 1} "
+                    "rows, which does not match the index. Copy the file again, or prepare it again."
                 )
             ends = ends[start - first * BLOCK : stop - first * BLOCK + 1]
             pieces.append(data[ends[0] : ends[-1]])
             bounds.append(ends[:-1] + (size - ends[0]))
             size += len(pieces[-1])
-            if form.unit == "line" and pieces[-1][-1] != NEWLINE:  # the last line of a file
+            if form.unit == "line" and pieces[-1][-1] != NEWLINE:  # the last line may lack its newline
                 pieces.append(np.array([NEWLINE], np.uint8))
                 size += 1
         joined = np.concatenate([*pieces, np.zeros(PADDING, np.uint8)])
         return form.parse(joined, np.concatenate([*bounds, [size]]), self.fields, self.table_size)
 
     def _runs(self, numbers: Indices) -> list[tuple[int, int, int]]:
-        """Divide row numbers into runs: the file, the run's first row in it, and the row after its last."""
+        """Group row numbers into runs of consecutive rows: (file, start, stop), relative to the file."""
         if not len(numbers):
             return []
         if not 0 <= numbers.min() <= numbers.max() < len(self):
-            raise ArgumentError(f"{self.path}: {self.split} has only rows 0 to {len(self) - 1}")
+            raise ArgumentError(f"{self.path}: {self.split} has only rows 0 to {len(self) - 1}.")
         files = np.searchsorted(self._first, numbers, "right") - 1
         starts = np.flatnonzero(np.append(True, (np.diff(numbers) != 1) | (np.diff(files) != 0)))
         files, lengths = files[starts], np.diff(np.append(starts, len(numbers)))
@@ -224,10 +225,10 @@ class Table(Files):
         array = read_npy(name)
         if array.dtype != dtype(self.fields) or len(array) != self.files[file].rows:
             expected = f"{self.files[file].rows} rows of {self.fields} fields"
-            raise damaged(name, f"it has {len(array)} of {array.dtype}, but its index says {expected}")
+            raise damaged(name, f"it has {len(array)} rows of {array.dtype}, but its index says {expected}")
         return array.view(np.ndarray)
 
 
 def _offsets(file: TableFile) -> int:
-    """Return the number of offsets for a file. See Note [The index of a table]."""
+    """Return how many offsets the index holds for a file. See Note [The index of a table]."""
     return -(-file.rows // BLOCK) + 1

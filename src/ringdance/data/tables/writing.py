@@ -1,4 +1,4 @@
-"""Write a table: its files, as rows or TFRecords, and their index."""
+"""Write a table's files, in the format ``rows`` or as TFRecords, and their index."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Written:
     """A complete file of a table.
 
     Attributes:
-        file: Description for the index.
-        offsets: Offsets of its blocks. See Note [The index of a table].
+        file: The file's entry for the index.
+        offsets: Offsets of the file's blocks of rows. See Note [The index of a table].
     """
 
     file: TableFile
@@ -34,18 +34,18 @@ class Written:
 
 
 class TableWriter(AbstractContextManager["TableWriter"]):
-    """A context manager that writes a table file, which appears under its name only when it is complete.
+    """Writes a file of a table. The file appears under its name only when it is complete.
 
     Args:
         path: Path of the file.
         format: "rows" or "tfrecord".
-        count: Number of rows to write. The format ``rows`` stores it at the start of the file.
+        count: Number of rows that will be written. The format ``rows`` stores it in the file's header.
         fields: Number of (id, value) pairs in each row.
     """
 
     def __init__(self, path: Path, format: str, count: int, fields: int) -> None:
         if format not in ENDS:
-            raise ArgumentError(f"format {format!r} is not supported. Use one of {', '.join(ENDS)}.")
+            raise ArgumentError(f"format={format!r} is not supported. Use one of {', '.join(ENDS)}.")
         self.path, self.format, self.count = path, format, count
         self._file, self._rows = ShardWriter(path), 0
         if format == "rows":
@@ -76,7 +76,7 @@ class TableWriter(AbstractContextManager["TableWriter"]):
 def write_index(
     directory: Path, split: str, format: str, fields: int, table_size: int, files: Sequence[Written]
 ) -> Table:
-    """Write the index of the files in a directory. Returns the table."""
+    """Write a split's index, given its finished files. Returns the table."""
     offsets = np.concatenate([written.offsets for written in files])
     table = Table(directory, split, format, fields, table_size, [written.file for written in files], offsets)
     table.write()

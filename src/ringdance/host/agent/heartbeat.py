@@ -25,20 +25,20 @@ class Heartbeats:
         self._lock, self._connections, self._next = lock, connections, 0.0
 
     def send(self) -> float | None:
-        """Ping the agents if a ping is due. Returns the seconds until the next ping, None without agents."""
+        """Ping the agents if a ping is due. Return the seconds until the next one, or None without agents."""
         now = time.monotonic()
         if self._connections and now >= self._next:
             self._next = now + _PING_S
             for byte, connection in enumerate(self._connections):
-                # Fails if the launcher is sending a message, the pipe is full, or the agent has exited.
+                # Locking fails while the launcher is sending. Writing fails if the pipe is full or closed.
                 with contextlib.suppress(OSError):
                     fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, byte)
-                    os.write(connection, _PING)  # so short that it is written either completely or not at all
+                    os.write(connection, _PING)  # short enough to be written either completely or not at all
                 fcntl.lockf(self._lock, fcntl.LOCK_UN, 1, byte)
         return max(0.0, self._next - now) if self._connections else None
 
     def close(self) -> None:
-        """Close the connections. The other agents exit once the launcher has exited too."""
+        """Close this process's copies of the connections. The launcher's own copies stay open."""
         for connection in self._connections:
             os.close(connection)
         self._connections = ()

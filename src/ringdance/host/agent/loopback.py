@@ -81,7 +81,7 @@ def listening_sockets(pid: int) -> Iterator[socket.socket]:
 
 
 def _take(process: int, descriptor: int) -> int:
-    """Duplicate a descriptor of another process, which is given as a pidfd, into this process."""
+    """Duplicate a descriptor of another process (``process`` is its pidfd) into this process."""
     import ctypes
 
     ours = int(ctypes.CDLL(None, use_errno=True).syscall(_PIDFD_GETFD, process, descriptor, 0))

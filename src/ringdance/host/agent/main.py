@@ -46,13 +46,13 @@ from .heartbeat import Heartbeats
 from .programs import Programs
 from .wrappers import Wrappers
 
-_FULL = 4 << 20  # if the launcher is this many bytes behind, the ranks' output is left in the pipes
+_FULL = 4 << 20  # number of unsent bytes above which the ranks' output is left in the pipes
 _FULL_LOCAL = 1 << 18
 _DRAIN_S = 3.0
 _ANSWER_S = 0.5
-_SLEPT_S = 2.0  # the loop runs every half second or so; a longer gap means this process was stopped
-_RESULT_BYTES = 1 << 20  # chunk size for sending result files
-_SET = "Set TMPDIR, where the job is started, to a directory that is writable on all hosts"
+_SLEPT_S = 2.0  # a longer gap between turns of the event loop means this process was stopped
+_RESULT_BYTES = 1 << 20  # chunk size, in bytes, for sending result files
+_SET = "Before you start the job, set TMPDIR to a directory that is writable on all hosts"
 _RESULT = re.compile(r"result\.\d+\.pkl")
 _SHELL_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")  # a shell drops variables with other names
 
@@ -75,18 +75,18 @@ class _Agent:
         self._directory = ""
         self._cleanup: Cleanup | None = None
         self._tasks: Any = None
-        self._port = 0  # for MASTER_PORT
+        self._port = 0  # a free port for MASTER_PORT, or 0 if none is free
         self._heard = self._answered = self._turned = time.monotonic()
-        self._timeout: float | None = None  # seconds for which the launcher may be silent
+        self._timeout: float | None = None  # how long the launcher may be silent, in seconds
         self._full = self._over = False
         self._wake = linux.wake_on_signals()
 
     def run(self) -> None:
-        """Serve until the job is over or the launcher has exited. Leaves nothing of the job on this host."""
+        """Serve until the job is over or the launcher exits, then remove the job from this host."""
         self._selector.register(0, selectors.EVENT_READ, self._from_launcher)
         self._selector.register(self._wake, selectors.EVENT_READ, self._reap)
         if not self._local:
-            from ..system import machine  # not needed locally: the launcher knows its own host
+            from ..system import machine  # not needed on the launcher's own host
 
             self._launcher.send({"facts": machine.facts()})
         try:
@@ -109,13 +109,13 @@ class _Agent:
 
     def _launcher_is_silent(self) -> bool:
         limit, now = self._timeout, time.monotonic()
-        if now - self._turned > _SLEPT_S:  # this process or its machine was stopped and has heard nothing
+        if now - self._turned > _SLEPT_S:  # this process was stopped and may not have read pings
             self._heard = now
         self._turned = now
         return limit is not None and now - self._heard > limit
 
     def _check_fullness(self) -> None:
-        """Stop reading the ranks' output while the launcher is too far behind. Send unsent data to it."""
+        """Send unsent data when the launcher can receive it. Stop reading output while too much is unsent."""
         unsent = self._launcher.unsent
         watch(self._selector, 1, selectors.EVENT_WRITE, self._launcher.flush if unsent else None)
         full = unsent > (_FULL_LOCAL if self._local else _FULL)
@@ -162,16 +162,16 @@ class _Agent:
         self._tasks.take(message, payload)
 
     def _prepare(self, message: dict[str, Any]) -> str:
-        """Create the job's directories and listen for wrappers. Return a problem, or an empty string."""
+        """Create the job's directories and listen for wrappers. Return an error message, empty on success."""
         cwd, self._timeout = message["cwd"], message["heartbeat_timeout"]
         if not os.path.isdir(cwd):
             return (
                 f"directory {cwd} does not exist. Start the job in a directory that exists on all hosts (on "
-                "a shared file system, or as a copy), or pass such a directory: --chdir DIR"
+                "a shared file system, or as a copy), or pass such a directory with --chdir"
             )
         for path in message["needed"]:
             if not os.path.exists(os.path.join(cwd, path)):
-                return f"{os.path.join(cwd, path)} does not exist. All hosts need it at the same path"
+                return f"{os.path.join(cwd, path)} does not exist. All hosts need it at this path"
         usable_bases, wrong = usable([*message["bases"], *bases(os.environ)])
         if not usable_bases:
             return f"no directory for temporary files ({wrong}). {_SET}"
@@ -239,7 +239,7 @@ class _Agent:
         self._drain(0)
 
     def _results(self, wanted: bool) -> list[tuple[str, BinaryIO]]:
-        """Open the files to send to the launcher before they are removed. Omit results unless ``wanted``."""
+        """Open the files for the launcher before the cleanup removes them. Skip results unless ``wanted``."""
         names = sorted(os.listdir(self._directory)) if os.path.isdir(self._directory) else []
         kept = [name for name in names if name.startswith(TIMELINE) or (wanted and _RESULT.fullmatch(name))]
         for place, _, files in os.walk(os.path.join(self._directory, OUTPUT)):
@@ -247,7 +247,7 @@ class _Agent:
         return [(name, open(os.path.join(self._directory, name), "rb")) for name in kept]
 
     def _drain(self, most: int) -> bool:
-        """Wait until at most ``most`` bytes are unsent. Returns False if the launcher has stopped reading."""
+        """Wait until at most ``most`` bytes are unsent. Returns False if the launcher stops reading."""
         until = time.monotonic() + _DRAIN_S
         while self._launcher.open and (unsent := self._launcher.unsent) > most:
             readable, _, _ = select.select([0], [1], [], self._heartbeats.send() or 0.1)
@@ -256,7 +256,7 @@ class _Agent:
             self._launcher.flush()
             if self._launcher.unsent < unsent:
                 until = time.monotonic() + _DRAIN_S
-            elif self._local:  # the exit of a local launcher would be noticed, so it is only slow
+            elif self._local:  # if a local launcher had exited, its pipe would be closed, so it is only slow
                 continue
             elif time.monotonic() > until and (self._timeout is None or self._launcher_is_silent()):
                 return False
@@ -268,7 +268,7 @@ def main(arguments: list[str]) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         # A signal to all processes of a user, session or container also reaches the launcher, which decides
         # what to do.
-        # Install a handler instead of ignoring the signal, because programs started here would inherit that.
+        # Install a handler, because programs started here would inherit ignored signals, but not handlers.
         signal.signal(number, lambda *_: None)
     linux.adopt_orphans()
     # Nothing else may write to the descriptor for messages.

@@ -1,4 +1,4 @@
-"""Command lines of our processes, including those for hosts whose paths differ from the launcher's.
+"""Build the command lines of Ringdance's processes, even if the paths on a host differ from the launcher's.
 
 mpiexec starts the same command line on all hosts. If paths differ between hosts, it is a shell command with
 variables that the agent on each host sets. Standard library only.
@@ -15,14 +15,14 @@ BOOT = "import sys;sys.path.append(sys.argv[1]);from host.{0} import main;main(s
 
 
 def package_directory() -> str:
-    """Return the directory of this package."""
+    """Return the directory of the ``ringdance`` package."""
     return os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 
 def bare_command(module: str, *arguments: str) -> list[str]:
-    """Return a command line for ``host.<module>.main`` without ``site``, the package or PYTHON* settings.
+    """Return a command line that runs ``host.<module>.main`` without ``site`` or PYTHON* settings.
 
-    It starts in about 20 ms, because the package and ``.pth`` files are not loaded.
+    The program starts in about 20 ms, because neither ``ringdance`` nor ``.pth`` files are loaded.
     """
     return [sys.executable, "-I", "-S", "-c", BOOT.format(module), package_directory(), *arguments]
 
@@ -44,7 +44,12 @@ def module_line(python: str, module: str) -> list[str]:
 
 
 def rank_line(bases: str, job: str) -> list[str]:
-    """Return the command line of a rank's wrapper for all hosts. See ``bare_command()``."""
+    """Return a command line for the ranks' wrappers that works on hosts with different paths.
+
+    Args:
+        bases: Candidate base directories for the job's directory, separated by colons.
+        job: The job's ID.
+    """
     line = f'exec "${_PYTHON}" -I -S -c "$0" "${_PACKAGE}" "$@"'
     return ["/bin/sh", "-c", line, BOOT.format("agent.rank"), bases, job]
 
@@ -59,14 +64,14 @@ def variables(cwd: str, launcher: Mapping[str, str] | None = None) -> dict[str, 
 
     Args:
         cwd: The ranks' working directory on this host.
-        launcher: ``launcher_paths()`` of another host whose interpreter the command names.
+        launcher: ``launcher_paths()`` of the launcher's host, or None on that host itself.
     """
     result = {_PYTHON: sys.executable, _PACKAGE: package_directory(), _CWD: cwd}
     return result | ({_REPLACED: launcher["python"]} if launcher else {})
 
 
 def translated(environ: Mapping[str, str], launcher: Mapping[str, str]) -> dict[str, str]:
-    """Return the launcher's variables, with the paths of its Python environment replaced by this host's."""
+    """Return the launcher's variables with the paths of its Python environment replaced by this host's."""
     result = dict(environ)
     for name in result.keys() & set(_PATHS):
         parts = result[name].split(os.pathsep)
@@ -82,7 +87,7 @@ def _moved(path: str, launcher: Mapping[str, str]) -> str:
 
 
 def translated_command(command: str, launcher: Mapping[str, str]) -> str:
-    """Replace paths in mpiexec's command with paths in this host's environment, if they exist there."""
+    """Return mpiexec's command with the launcher's paths replaced by this host's, where these exist."""
     pattern = re.compile(re.escape(launcher["prefix"]) + r"(/[^\s\"':;=]+)")
 
     def own(found: re.Match[str]) -> str:
@@ -93,7 +98,7 @@ def translated_command(command: str, launcher: Mapping[str, str]) -> str:
 
 
 def enter(environ: MutableMapping[str, str], command: list[str]) -> list[str]:
-    """Change to the rank's working directory. Return ``command`` with this host's interpreter.
+    """Change to the rank's working directory. Return ``command``, adapted to this host's interpreter.
 
     Raises:
         OSError: The directory does not exist.

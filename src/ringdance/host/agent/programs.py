@@ -49,7 +49,7 @@ class Programs:
         """Seconds until ``restrict()`` is due, or None if it is not needed."""
 
     def prepare(self, environ: dict[str, str], cwd: str, launcher_paths: Mapping[str, str] | None) -> None:
-        """Set the programs' environment and directory, and the launcher's paths if they differ here."""
+        """Set the programs' environment and directory. ``launcher_paths`` is None if paths do not differ."""
         self._environ, self._cwd, self._launcher_paths = environ, cwd, launcher_paths
 
     def spawn(self, message: Mapping[str, Any], directory: str) -> None:
@@ -70,13 +70,8 @@ class Programs:
             argv = ["/bin/sh", "-c", command]
         try:
             process = subprocess.Popen(
-                argv,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                env=self._environ,
-                cwd=self._cwd,
-                start_new_session=True,
+                argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                env=self._environ, cwd=self._cwd, start_new_session=True,
             )
         except OSError as error:
             text = f"ringdance: cannot start {(message.get('argv') or argv)[0]}: {error.strerror}\n"
@@ -122,7 +117,7 @@ class Programs:
                 pass
 
     def reap(self) -> None:
-        """Collect the exit status of all dead children, including adopted ones. Report the relevant ones."""
+        """Reap all dead children, including adopted ones. Report the ends of programs and killed daemons."""
         with contextlib.suppress(ChildProcessError):
             while dead := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
                 name = linux.name_of(dead.si_pid)

@@ -1,16 +1,16 @@
 """The wrapper that mpiexec starts for each rank. It runs the user's command and reports how it ended.
 
-It finds the socket of its host's agent (main.py) by the job's ID. There are two processes. mpiexec knows only
-the front and may SIGKILL it at any moment (Hydra does so as soon as a rank aborts). The supervisor outlives
-the front long enough to end the rank and to report. The rank's stdout and stderr are pipes whose read ends
-are sent over the socket, so that output can be assigned to its rank with every MPI library. Standard library
-only. The wrapper starts in about 30 ms.
+It finds the socket of its host's agent (main.py) by the job's ID. It has two processes. mpiexec starts the
+front, and may SIGKILL it at any moment (Hydra does so as soon as a rank aborts). The front's child, the
+supervisor, survives long enough to end the rank and to report. The rank's stdout and stderr are pipes whose
+read ends are sent over the socket, so that output can be assigned to its rank with every MPI library.
+Standard library only. The wrapper starts in about 30 ms.
 
 Supervisor to launcher: ``{"rank", "size", "host"}`` with stdout and stderr to read, then
 ``{"pid", "time"}``, ``{"stopped": signal}`` when the rank is stopped, then ``{"ended": exit code or -signal,
 "time": seconds since the epoch, "by_mpiexec": true if mpiexec ended it, "why": evidence for a signal}``.
 Launcher to supervisor: ``{"go": the rank's numbers, "port": MASTER_PORT}`` with a descriptor of the rank's
-stdin. To this message, the agent adds ``"environ"``: variables that a shell on the way may have dropped.
+stdin. The agent adds ``"environ"`` to this message: variables that a shell may have dropped on the way.
 Then ``{"signal": n}`` for the rank, with ``"after"``, the delay in seconds, and ``"stay"``, the seconds for
 which mpiexec must not learn that the rank has ended; and ``{"over"}`` when all ranks have ended. Closing the
 connection ends the rank immediately.
@@ -19,8 +19,8 @@ Note [Signals to all processes]
 A scheduler that ends a job may signal all of its processes: launcher, agents, mpiexec, wrappers and ranks.
 Only the launcher decides what follows. Agents catch these signals and do nothing. mpiexec, which would end
 the ranks within a second, runs with them blocked (programs.py). The front passes on only signals from
-mpiexec. The supervisor passes on none, but notes that its rank has received the signal too, because the
-launcher sends it as well.
+mpiexec. The supervisor passes on none, but records that its rank has received the signal too, so that it
+can drop the launcher's own signal.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ _VARIABLES = (
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _FORWARDED = (*_ENDING, signal.SIGUSR1, signal.SIGUSR2)
 _BEFORE_OTHERS_S = 1.5
-_SAME_S = 2.0  # maximum time between a signal to all processes and the launcher's own signal
-_FULL = 1 << 20  # if fewer bytes are free, /dev/shm counts as full
+_SAME_S = 2.0  # maximum seconds between a signal to all processes and the launcher's own signal
+_FULL = 1 << 20  # number of free bytes below which /dev/shm counts as full
 DIRECTORY = "RINGDANCE_JOB_DIRECTORY"
 """Environment variable of the rank: the job's directory on its host."""
 
@@ -67,12 +67,14 @@ def rank_and_size(environ: Mapping[str, str]) -> tuple[int, int]:
     for rank, size in _VARIABLES:
         if rank in environ and size in environ:
             return int(environ[rank]), int(environ[size])
-    raise LookupError("mpiexec set none of OMPI_COMM_WORLD_RANK, PMI_RANK, SLURM_PROCID for this process")
+    raise LookupError(
+        "mpiexec has set none of OMPI_COMM_WORLD_RANK, PMI_RANK and SLURM_PROCID. This process has no rank."
+    )
 
 
 def _exec(command: list[str], where: Mapping[str, int], port: int, streams: list[int], parent: int) -> None:
-    """Execute the rank's command in the child process. Returns only on failure."""
-    # Own process group: mpiexec signals the wrapper's group, and the wrapper passes on each signal once.
+    """Execute the rank's command in the child process. Exits if the command cannot be executed."""
+    # Use a separate process group, so that signals from mpiexec to the wrapper's group arrive only once.
     os.setpgid(0, 0)
     linux.die_with_parent()
     if os.getppid() != parent:
@@ -104,7 +106,7 @@ def _exec(command: list[str], where: Mapping[str, int], port: int, streams: list
 
 
 def reason_of(code: int, out_of_memory: bool) -> str:
-    """Return a clause that explains the signal that has just ended the rank. Empty if no reason is known.
+    """Return a clause that explains the signal that has just ended the rank, or "" if no reason is known.
 
     Args:
         code: Exit code or -signal.
@@ -115,8 +117,8 @@ def reason_of(code: int, out_of_memory: bool) -> str:
     free = linux.shared_memory()
     if code == -signal.SIGBUS and 0 <= free < _FULL:
         return f"/dev/shm is full ({free >> 10} KiB free): there was no space for memory that it mapped"
-    # By now, space in /dev/shm may have become free.
-    reason = "a file that it had mapped was truncated or had an I/O error; or /dev/shm was full (it has"
+    # Space in /dev/shm may have been freed since then, so its free space is not conclusive.
+    reason = "a file that it had mapped was truncated or could not be read, or /dev/shm was full (it has"
     return f"{reason} {max(0, free) >> 20} MiB free now)" if code == -signal.SIGBUS else ""
 
 
@@ -174,9 +176,7 @@ class _Supervisor:
             alive = self._listen([self._channel.sock.fileno(), self._front], left)
         return code if code >= 0 else 128 - code
 
-    def _announce(
-        self, hello: dict[str, Any], streams: list[int]
-    ) -> tuple[dict[str, int], int, int] | None:
+    def _announce(self, hello: dict[str, Any], streams: list[int]) -> tuple[dict[str, int], int, int] | None:
         """Send ``hello``. Return the rank's numbers, MASTER_PORT and stdin, or None if the agent exits."""
         alive, descriptors = self._channel.send(hello, streams), list[int]()
         while alive:  # a large message arrives in parts, and the descriptor comes with the first
@@ -194,7 +194,7 @@ class _Supervisor:
             linux.send_signal(self._child, number)
 
     def _wait(self) -> int | None:
-        """Pass on signals until the rank ends. Return its exit code or -signal, None if the agent exits."""
+        """Pass on signals until the rank ends. Return its exit code, -signal, or None if the agent exits."""
         while True:
             pid, status = os.waitpid(self._child, os.WNOHANG | os.WUNTRACED)
             if pid and os.WIFSTOPPED(status):
@@ -209,7 +209,7 @@ class _Supervisor:
     def _listen(self, watched: list[int], seconds: float | None = None) -> bool:
         """Wait until one of the descriptors is ready and handle it. Returns False if the agent has exited."""
         readable, _, _ = select.select(watched, [], [], seconds)
-        # First check whether the rank has exited: then a later signal from mpiexec did not end it.
+        # Check first whether the rank has exited, because a signal from mpiexec after that did not end it.
         if self._wake in readable:
             os.read(self._wake, 512)
             return True
@@ -240,7 +240,7 @@ def main(arguments: list[str]) -> None:
     """Run a rank. ``arguments``: candidate base directories (separated by colons), job ID, command."""
     named, job, command = arguments[0], arguments[1], arguments[2:]
     linux.die_with_parent()
-    if os.getppid() == 1:  # mpiexec died before this process could ask to die with it
+    if os.getppid() == 1:  # mpiexec died before die_with_parent() took effect
         os._exit(1)
     try:
         command = paths.enter(os.environ, command)

@@ -23,7 +23,7 @@ def main(arguments: list[str]) -> None:
     while words and words[0].startswith("-"):
         del words[: 2 if words[0] in _WITH_VALUE else 1]
     if len(words) < 2:
-        sys.exit("ringdance: mpiexec passed no host, or no command to run there")
+        sys.exit("ringdance: mpiexec must pass a host and a command to run there")
     try:
         channel = Channel.connect(path)
     except OSError:  # the agent has exited

@@ -1,4 +1,4 @@
-"""What an agent does apart from running jobs: receive and pass on files, and run modules of this package.
+"""The tasks of an agent apart from jobs: receive and forward files, and run modules of this package.
 
 Messages: ``{"task": name, ...}`` is answered by ``{"answer": name, "problem": text, ...}``. The messages of
 ``"copy"`` are handled in receive.py, ``"run"`` in ``Tasks``. Standard library only.
@@ -19,7 +19,7 @@ from ..system import linux
 
 
 class Tasks:
-    """Carries out the tasks in messages.
+    """Carries out the tasks that the launcher requests.
 
     Args:
         launcher: Receives the answers.
@@ -33,7 +33,7 @@ class Tasks:
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def take(self, message: dict[str, Any], payload: bytes) -> None:
-        """Carry out a task."""
+        """Carry out the task that a message describes."""
         if message["task"] == "copy":
             self._receiver.take(message, payload)
             return
@@ -75,7 +75,7 @@ class Tasks:
                 self._launcher.send({"answer": "run", "problem": "", "output": text})
 
         watch(self._selector, descriptor, selectors.EVENT_READ, read)
-        self._processes.append(process)  # keeps its standard input open
-        with contextlib.suppress(BrokenPipeError):  # the process has failed, and its output says why
+        self._processes.append(process)  # the reference keeps the process's stdin open
+        with contextlib.suppress(BrokenPipeError):  # the process has failed, and its output explains why
             stdin.write(message.get("input", "").encode() + b"\n")
             stdin.flush()

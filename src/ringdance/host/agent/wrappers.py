@@ -33,10 +33,7 @@ class Wrappers:
     """
 
     def __init__(
-        self,
-        launcher: Frames,
-        selector: selectors.BaseSelector,
-        on_pid: Callable[[int], None],
+        self, launcher: Frames, selector: selectors.BaseSelector, on_pid: Callable[[int], None],
         stdin: int = -1,
     ) -> None:
         self._launcher, self._selector, self._on_pid, self._stdin = launcher, selector, on_pid, stdin

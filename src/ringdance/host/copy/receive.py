@@ -36,7 +36,7 @@ _Link = tuple[socket.socket, Frames]
 
 
 class Receiver:
-    """Receives files for this host and for the hosts after it.
+    """Receives files, writes them on this host, and passes them on to the next host.
 
     Args:
         launcher: Receives reports. Sends messages and, to the first host, chunks.
@@ -78,12 +78,12 @@ class Receiver:
     # --- the list of files ---------------------------------------------------------------------
 
     def _begin(self, message: dict[str, Any], payload: bytes) -> dict[str, Any]:
-        """Create directories and links. Return the number of bytes of each file here, or ``DONE``."""
+        """Create directories and links. Return how many bytes of each file are here, and the free space."""
         self._close()
         self._root = os.path.abspath(in_home(message["root"]))
         os.makedirs(self._root, exist_ok=True)
         have: list[int] = []
-        partials: dict[str, set[str]] = {}  # by directory: names of partial files from earlier copies
+        partials: dict[str, set[str]] = {}  # partial files from earlier copies, by directory
         for path, kind, size, mode, changed, text in json.loads(payload):
             own = self._own_path(path)
             if kind == "directory":
@@ -103,7 +103,7 @@ class Receiver:
 
     def _own_path(self, path: str) -> str:
         if os.path.isabs(path) or ".." in path.split("/"):
-            raise OSError(f"{path} is not below {self._root}")
+            raise OSError(f"refused to write {path}, because it is not inside the destination {self._root}")
         return os.path.join(self._root, path) if path else self._root
 
     # --- the hosts before and after ------------------------------------------------------------
@@ -117,7 +117,7 @@ class Receiver:
     def _accept(self, token: bytes) -> None:
         assert self._listener
         sock = accept(self._listener, token)
-        if sock is not None:  # the previous host knows the token
+        if sock is not None:  # None if the peer failed to authenticate itself
             self._stop_listening()
             self._before = sock, Frames(sock.fileno(), sock.fileno())
             self._selector.register(sock, selectors.EVENT_READ, self._from_before)
@@ -240,7 +240,9 @@ def _link(text: str, path: str) -> None:
     if os.path.islink(path) and os.readlink(path) == text:
         return
     if os.path.isdir(path) and not os.path.islink(path):
-        raise OSError(f"{path} is a directory here, but should become a link. Remove the directory")
+        raise OSError(
+            f"{path} is a directory on this host, but a symbolic link in the source. Remove the directory."
+        )
     draft = f"{path}.ringdance-{os.urandom(8).hex()}"
     os.symlink(text, draft)
     os.replace(draft, path)

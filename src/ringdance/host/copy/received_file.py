@@ -22,22 +22,22 @@ _CLOSE_NS = 1_000_000  # tolerance for modification times, which some file syste
 
 
 class ReceivedFile:
-    """One file of a copy.
+    """A file that is being copied to this host.
 
     Until the file is complete, it is a draft next to its final path. The draft's name contains this host's
     name (other hosts may share the directory), a digest of the source's size and time, and 64 random bits, so
     that other users who may write to the directory cannot guess it. Only its owner can read the draft.
 
     Args:
-        path: Its final path on this host.
-        size: Its size in bytes.
-        mode: Its permission bits.
-        changed: Its modification time in ns since the epoch.
+        path: Final path of the file on this host.
+        size: Size in bytes.
+        mode: Permission bits.
+        changed: Modification time in nanoseconds since the epoch.
 
     Attributes:
         have: Number of bytes on this host, or ``DONE``.
-        digest: SHA-256 of the source. Empty until known.
-        failed: True once the copy of this file has been abandoned.
+        digest: SHA-256 of the source, or "" until it is known.
+        failed: True once the copy of this file is abandoned.
     """
 
     def __init__(self, path: str, size: int, mode: int, changed: int) -> None:
@@ -53,10 +53,10 @@ class ReceivedFile:
         self._hash = hashlib.sha256()
 
     def check(self, partials: set[str], digest: str = "") -> int:
-        """Return the number of bytes on this host, or ``DONE``.
+        """Return how many bytes of the file are on this host, or ``DONE``. Removes outdated drafts.
 
         Args:
-            partials: Names of the partial files in its directory that are left from earlier copies.
+            partials: Names of partial files that earlier copies left behind in its directory.
             digest: SHA-256 for comparing contents. If empty, an equal size and modification time suffice.
 
         Raises:
@@ -67,7 +67,9 @@ class ReceivedFile:
         except FileNotFoundError:
             status = None
         if status and stat.S_ISDIR(status.st_mode):
-            raise OSError(f"{self._path} is a directory here. To copy into it, end the destination with /")
+            raise OSError(
+                f"{self._path} is a directory on this host. To copy into it, add / to the destination."
+            )
         if status and self._same(status, digest):
             self.have = DONE
             return DONE
@@ -103,7 +105,7 @@ class ReceivedFile:
         if self.have == DONE or at + len(data) <= self.have:
             return 0
         if at > self.have:
-            raise OSError(f"{self._path}: bytes {self.have} to {at} are missing")
+            raise OSError(f"{self._path}: expected the chunk at byte {self.have}, got the chunk at byte {at}")
         fresh = memoryview(data)[self.have - at :]
         file = self._open()
         file.write(fresh)
@@ -123,12 +125,16 @@ class ReceivedFile:
         file = open(os.open(self._draft, flags, 0o600), "r+b", buffering=0)  # noqa: SIM115
         if not flags & os.O_CREAT and not _is_own(file.fileno()):
             file.close()
-            raise OSError(f"{self._draft} was changed by another user. Remove it")
+            raise OSError(
+                f"the partial file {self._draft} can be changed by other users. Remove it, then copy again."
+            )
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.close()
-            raise OSError(f"{self._path}: another copy is writing this file") from None
+            raise OSError(
+                f"{self._path}: another `ringdance hosts copy` is writing this file. Wait until it ends."
+            ) from None
         except OSError:
             pass  # this file system does not support locks
         file.truncate(self.have)
@@ -143,7 +149,7 @@ class ReceivedFile:
         return self.have == self._size and self.digest != "" and not self.failed
 
     def finish(self) -> bool:
-        """Rename the file, with its mode and time. Returns False if it was corrupt and is now deleted.
+        """Set the draft's mode and time, and rename it. If it is corrupt, delete it and return False.
 
         Raises:
             OSError: The file cannot be renamed.
@@ -167,7 +173,7 @@ class ReceivedFile:
 
 
 def partials_in(directory: str) -> set[str]:
-    """Return the names of the partial files in a directory that are left from earlier copies."""
+    """Return the names of partial files that earlier copies left behind in a directory."""
     try:
         return {name for name in os.listdir(directory) if name.startswith(".") and ".ringdance-" in name}
     except FileNotFoundError:
@@ -175,7 +181,7 @@ def partials_in(directory: str) -> set[str]:
 
 
 def _shortened(name: str) -> str:
-    """Replace a long name with a hash, so that additions still fit in the 255 bytes of a file name."""
+    """Replace a long name with its hash, so that the draft's name does not exceed 255 bytes."""
     data = name.encode(errors="surrogateescape")
     return name if len(data) <= 160 else hashlib.sha256(data).hexdigest()[:40]
 

@@ -16,12 +16,12 @@ class Allocation:
     """Hosts allocated by a scheduler.
 
     Attributes:
-        hosts: Name and number of slots of each host.
+        hosts: Each host's name and number of slots.
         source: Name of the scheduler, for messages.
         method: Program that starts processes on the hosts: "ssh" or "srun".
         ssh_arguments: Further arguments for ssh, set by the scheduler.
         start_timeout: Number of seconds for which hosts may still be starting.
-        refused: Reason why a job on all hosts must not be started from this host. Empty if it may be started.
+        refused: Why a job on all hosts must not be started from this host, or "" if it may be started.
         unattended: True if the scheduler started this process for the job. False in a user's shell, and in a
             step for which a number of processes was requested.
         maybe_outside: True if this host may not be one of ``hosts``, such as the pod of an MPIJob's launcher.

@@ -43,7 +43,7 @@ def parse_hosts(text: str, slots: int | None = 1) -> list[tuple[str, int]]:
         bare = slots is not None and _has_no_slots(entry)
         host = _host(entry, "1" if bare else "")
         if host is None:
-            problem = f"{entry!r} is not HOST:SLOTS, for example localhost:4"
+            problem = f"{entry!r} must have the form HOST:SLOTS, for example localhost:4"
             raise LaunchError(f"-H {text}: {problem}{_hint(entry)}")
         hosts.append((host[0], slots or 0) if bare else host)
     return merge(hosts)
@@ -81,7 +81,7 @@ def parse_hostfile(path: str, option: str = "--hostfile", slots: int | None = No
         host = _host(name, count or default)
         if host is None or (words and not any("=" in word for word in words)):
             raise LaunchError(
-                f"{option} {path}, line {number}: {line!r} is not `HOST slots=N`, "
+                f"{option} {path}, line {number}: {line!r} must have the form `HOST slots=N`, "
                 f"for example: localhost slots=4{_hint(name)}"
             )
         hosts.append(host)
@@ -110,7 +110,7 @@ def _hint(entry: str) -> str:
     if user and host:
         return f'. Pass the user to ssh: {host} with --ssh-args="-l {user}"'
     name, _, slots = entry.rpartition(":")
-    return f". Write [{name}]:{slots}, or [{entry}] for an address only" if _is_address(entry) else ""
+    return f". Write [{name}]:{slots}, or [{entry}] if it has no slots" if _is_address(entry) else ""
 
 
 def _host(name: str, slots: str) -> tuple[str, int] | None:

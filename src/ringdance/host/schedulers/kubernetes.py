@@ -22,7 +22,7 @@ STAYS = r"KUBERNETES_.*|.*_SERVICE_(HOST|PORT)(_.*)?|.*_PORT_\d+_(TCP|UDP).*|K_M
 
 
 def allocation(environ: Mapping[str, str]) -> Allocation | None:
-    """Read the workers' host file, which the operator has put into the pod."""
+    """Read the workers' host file, which the operator mounts in the pod."""
     slots = environ.get("OMPI_MCA_orte_set_default_slots") or environ.get("I_MPI_PERHOST") or "1"
     files = [(name, environ[name]) for name in _HOST_FILES if environ.get(name)]
     if environ.get("K_MPI_JOB_ROLE") == "launcher":
@@ -51,8 +51,8 @@ def _ssh_arguments(environ: Mapping[str, str]) -> list[str]:
     program, *arguments = _words(environ, _AGENT) or ["ssh"]
     if os.path.basename(program) not in ("ssh", "rsh"):
         raise LaunchError(
-            f"{_AGENT}={environ[_AGENT]}: this job reaches its workers through that program, like MPIJobs "
-            "older than v2beta1, but Ringdance uses ssh. Change the manifest as shown in "
-            "docs/howto/clusters/kubernetes.md (An old MPIJob)"
+            f"{_AGENT}={environ[_AGENT]}: MPIJobs older than v2beta1 reach their workers through it, but "
+            "Ringdance needs ssh. Change the manifest as shown in docs/howto/clusters/kubernetes.md, "
+            "section 'An old MPIJob'"
         )
     return arguments

@@ -9,7 +9,7 @@ from ringdance.errors import LaunchError
 from ringdance.host.schedulers.allocation import CONTAINERS_START_S, Allocation
 from ringdance.host.schedulers.hostfile import merge
 
-STAYS = ""  # the toolkit sets equal variables on all hosts, except SM_CURRENT_HOST
+STAYS = ""  # the toolkit sets the same values on all hosts, except for SM_CURRENT_HOST
 _START = "its MPI: processes_per_host (--processes-per-host), or distribution={'mpi': {'enabled': True}}"
 
 
@@ -24,7 +24,9 @@ def allocation(environ: Mapping[str, str]) -> Allocation | None:
         ranks = settings.get("sagemaker_mpi_num_of_processes_per_host")
         slots = int(ranks or environ.get("SM_NUM_GPUS") or 0) or 1
     except (ValueError, TypeError, AttributeError) as error:
-        raise LaunchError(f"SM_HOSTS={environ['SM_HOSTS']}: not in SageMaker's format ({error})") from None
+        raise LaunchError(
+            f"cannot parse SageMaker's variables (SM_HOSTS={environ['SM_HOSTS']}): {error}"
+        ) from None
     here, refused = environ["SM_CURRENT_HOST"], ""
     if here not in names[:1]:  # without MPI, SageMaker runs the script on every host
         refused = (

@@ -50,8 +50,8 @@ def allocation(environ: Mapping[str, str]) -> Allocation | None:
         slots = [int(gpus) if gpus.isdigit() and int(gpus) else 1] * len(names)
     if len(slots) != len(names):
         raise LaunchError(
-            f"Slurm's variables list {len(names)} nodes ({nodes}), but numbers of tasks for {len(slots)} "
-            f"nodes ({tasks}). Pass the hosts with -H"
+            f"Slurm's variables list {len(names)} nodes ({nodes}), but task counts for {len(slots)} "
+            f"nodes ({tasks}). Pass the hosts with -H."
         )
     method = "srun" if shutil.which("srun", path=environ.get("PATH")) else "ssh"
     # salloc's shell does not have SLURM_PROCID. A step, for which the user requested tasks from srun, also
@@ -81,7 +81,7 @@ def step(host: str, program: Sequence[str], environ: Mapping[str, str]) -> list[
 
 
 def of_a_step(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that srun would also apply to a ``step``, where they would restrict it."""
+    """Return the variables with which srun would wrongly restrict the resources or output of a ``step``."""
     return {name: value for name, value in environ.items() if _OF_A_STEP.fullmatch(name)}
 
 
@@ -122,18 +122,18 @@ def _expand_one(part: str, text: str) -> list[str]:
     for item in inside.split(","):
         low, _, high = item.partition("-")
         if not low.isdigit() or not (high or low).isdigit():
-            raise LaunchError(f"SLURM_JOB_NODELIST={text}: {item!r} is not a range of numbers")
+            raise LaunchError(f"SLURM_JOB_NODELIST={text}: {item!r} is not a number or range")
         numbers += [f"{n:0{len(low)}d}" for n in range(int(low), int(high or low) + 1)]
     return [prefix + number + tail for number in numbers for tail in _expand_one(suffix, text)]
 
 
 def counts(text: str) -> list[int]:
-    """Expand a Slurm list of numbers per node: ``"2(x3),1"`` gives 2, 2, 2, 1.
+    """Expand a Slurm list of per-node counts: ``"2(x3),1"`` gives 2, 2, 2, 1.
 
     Raises:
         LaunchError: The list cannot be parsed.
     """
     one = r"(\d+)(?:\(x(\d+)\))?"
     if not re.fullmatch(rf"{one}(,{one})*", text):
-        raise LaunchError(f"{text!r} is not a Slurm list of numbers per node, such as 4(x2),3")
+        raise LaunchError(f"{text!r} is not a valid Slurm list of per-node counts such as 4(x2),3")
     return [int(number) for number, nodes in re.findall(one, text) for _ in range(int(nodes or 1))]

@@ -11,13 +11,13 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
-_AT_ONCE, _KEPT_S = 64, 300.0  # lookups in parallel; seconds for which an answer is cached
+_AT_ONCE, _KEPT_S = 64, 300.0  # maximum parallel lookups, and seconds for which results are cached
 
 
 def local_names(names: Iterable[str]) -> frozenset[str]:
     """Return the ``names`` that refer to this machine: its own name, or names that resolve to it.
 
-    Names are looked up in parallel. Answers are cached, because starting a job asks several times.
+    Names are looked up in parallel. Results are cached, because they are needed several times per job start.
     """
     own, names = os.uname().nodename, set(names)
     known = names & {*LOCAL_NAMES, own, own.partition(".")[0]}
@@ -29,7 +29,7 @@ def local_names(names: Iterable[str]) -> frozenset[str]:
 
 @lru_cache(4096)
 def _is_own_address(name: str, when: float) -> bool:
-    """Return True if a socket on this machine can bind to the address of ``name``, cached per ``when``."""
+    """Return True if a socket can bind to an address of ``name``. ``when`` makes cached results expire."""
     try:
         addresses = socket.getaddrinfo(name, 0, type=socket.SOCK_DGRAM)
     except (OSError, UnicodeError):

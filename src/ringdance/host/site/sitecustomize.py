@@ -36,7 +36,7 @@ def _import_the_next() -> None:
     except ImportError as error:
         if error.name != __name__:
             raise
-    sys.modules.setdefault(__name__, own)  # importers of this module look it up
+    sys.modules.setdefault(__name__, own)  # the import system expects this module here
 
 
 def _has_joined_otherwise() -> bool:
@@ -64,8 +64,8 @@ def _tell_of_training_alone(mark: str) -> None:
     used = [name for name in _FRAMEWORKS if name in sys.modules]
     number = int(os.environ["RINGDANCE_RANK"])
     joined = os.path.exists(f"{os.environ['RINGDANCE_JOB_DIRECTORY']}/joined.{number}")  # by session.init
-    first = os.getpgrp() == os.getpid()  # otherwise a shell started it, and may later start one that joins
-    reads = stat.S_ISFIFO(os.fstat(2).st_mode)  # the launcher reads this process's stderr
+    first = os.getpgrp() == os.getpid()  # if not, a shell started this process, and may start one that joins
+    reads = stat.S_ISFIFO(os.fstat(2).st_mode)  # True if the launcher reads this process's stderr
     if used and first and reads and not joined and not _has_joined_otherwise():
         cause = {"rank": number, "kind": "alone", "message": used[0]}
         line = json.dumps({**cause, "host": os.uname().nodename, "pid": os.getpid(), "time": time.time()})
@@ -107,7 +107,7 @@ def _watch() -> None:
                 os._exit(code)
 
     sys.excepthook = note
-    atexit.register(leave)  # the function registered first is called last
+    atexit.register(leave)  # registered first, so it is called last
 
 
 _import_the_next()

@@ -1,11 +1,11 @@
-"""End every process of a job and remove what it has left: directories, and files in shared memory.
+"""End every process of a job and remove what the job left behind: directories and shared-memory files.
 
-Standard library only: it runs without ``site``, in the process that guards a host.
+Standard library only: agents run it without ``site``.
 
 Note [What is removed from /dev/shm]
 A file is removed if (1) its name is one that an MPI library, PyTorch or Python gives, (2) it did not exist
 before the job, (3) a process of the job was seen to have it mapped or open, or its name contains the pid of
-such a process, and (4) no living process has it mapped or open. The name alone never suffices, because
+such a process, and (4) no live process has it mapped or open. The name alone never suffices, because
 another program's file that is closed and not yet removed looks the same. A dead process can no longer be
 inspected. ``Cleanup.watch()`` therefore looks while the job runs, and keeps notes in the job's first
 directory for whichever process has to clean up.
@@ -31,10 +31,10 @@ _LIMIT_S = 4.0
 _INSPECT_S = 0.4
 _INSPECT_ALL_S = 1.5  # time limit for inspecting all processes of the host
 _WATCH_S = 0.002  # interval between checks of /dev/shm
-_WATCH_FREE_S = 1.0  # CPU time for frequent checks at the start, when most files are created
+_WATCH_FREE_S = 1.0  # seconds of CPU time for frequent checks at the start, when most files are created
 _WATCH_SHARE = 0.1  # maximum share of a core for later checks
 _POLL_S = 0.1  # minimum time between later checks, and between all checks if the kernel reports no changes
-_OLD_S = 10.0  # a younger directory might not be locked yet
+_OLD_S = 10.0  # minimum age of an abandoned directory; a younger one might not be locked yet
 _NOTES = "shared-memory"
 _OF_TORCH = re.compile(r"torch_(\d+)_")
 # Files in /dev/shm with other names may be the user's own data, even if a process of the job maps them.
@@ -59,8 +59,8 @@ def make_directories(directories: Iterable[str], job: str) -> None:
         with contextlib.suppress(OSError):  # without the symlink, no later job will remove the directory
             # A short symlink is stored in its inode, so this works even on a full disk.
             os.symlink(job, os.path.join(directory, linux.MARKER))
-        descriptor = os.open(directory, os.O_RDONLY)  # never closed: the lock ends with the process
-        with contextlib.suppress(OSError):  # without locks (some network file systems), nothing is removed
+        descriptor = os.open(directory, os.O_RDONLY)  # never closed, to hold the lock until exit
+        with contextlib.suppress(OSError):  # on file systems without locks, later jobs remove nothing
             fcntl.flock(descriptor, fcntl.LOCK_SH)
 
 
@@ -91,16 +91,12 @@ class Cleanup:
         job: The job's ID, the value of the marker variable.
         directories: Directories to remove with all their contents.
         began: Start of the job, seconds since the epoch. Older files in shared memory do not belong to it.
-        root: A process whose descendants also belong to the job, marked or not.
+        root: Pid of a process whose descendants belong to the job, even if they lack the marker variable.
         reap: Called repeatedly, to collect the exit status of children.
     """
 
     def __init__(
-        self,
-        job: str,
-        directories: Iterable[str],
-        began: float,
-        root: int | None = None,
+        self, job: str, directories: Iterable[str], began: float, root: int | None = None,
         reap: Callable[[], None] = lambda: None,
     ) -> None:
         self._job, self._directories, self._began = job, tuple(directories), began
@@ -117,7 +113,7 @@ class Cleanup:
     def run(self, failed: bool = True) -> bool:
         """Kill processes and remove files. Returns True if nothing is left.
 
-        Takes tens of milliseconds, at most 4 s, or longer if a monitor is completing a timeline file.
+        Usually takes tens of milliseconds, and at most 4 s, unless a monitor is completing a timeline file.
 
         A job that has not ``failed`` may leave shared memory behind on purpose. In that case, memory is
         removed only if a process that must be killed here has mapped it.
@@ -130,17 +126,17 @@ class Cleanup:
             shutil.rmtree(directory, ignore_errors=True)
         self._remove_shared()
         if self.backup:
-            with contextlib.suppress(ChildProcessError):  # if it was killed, its pid may be reused
+            with contextlib.suppress(ChildProcessError):  # once killed, its pid may have been reused
                 os.waitid(os.P_PID, self.backup, os.WEXITED | os.WNOHANG | os.WNOWAIT)
                 linux.send_signal(self.backup, signal.SIGKILL)
         return not left
 
     def note(self, pid: int) -> None:
-        """Remember a process of the job, which may be dead by the time of the cleanup."""
+        """Record a process of the job, because it may be dead when the cleanup starts."""
         self._pids.add(pid)
 
     def watch(self) -> None:
-        """From now on, note which shared memory the job uses. See Note [What is removed from /dev/shm]."""
+        """Start recording which shared memory the job uses. See Note [What is removed from /dev/shm]."""
         if self._watching:
             return
         self._watching = True
@@ -237,7 +233,7 @@ class Cleanup:
 
 
 def _used_by(pids: Iterable[int], seconds: float) -> tuple[set[int], bool]:
-    """Return the inodes that processes use in /dev/shm, and whether all could be inspected in time.
+    """Return the inodes in /dev/shm that processes use, and whether all processes were inspected in time.
 
     The kernel blocks readers of a process's memory map while the process changes it, sometimes for seconds.
     """

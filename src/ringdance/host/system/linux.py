@@ -26,7 +26,7 @@ _TRACKER_S, _MONITOR_S = 0.8, 10.0
 _JOB = re.compile(rb"(?:^|\0)" + MARKER.encode() + rb"=([0-9a-f]{8,})(?=\0|$)")
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-_IN_CREATE = 0x100  # inotify event
+_IN_CREATE = 0x100  # the inotify event IN_CREATE, from <sys/inotify.h>
 
 
 def _prctl(option: int, value: int) -> None:
@@ -37,7 +37,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def watch_directory(path: str) -> int:
-    """Return a descriptor that is readable once a file is created in a directory, or -1 if unsupported."""
+    """Return a descriptor that becomes readable when a file is created in ``path``, or -1 if unsupported."""
     if not LINUX:
         return -1
     import ctypes
@@ -64,7 +64,7 @@ def adopt_orphans() -> None:
 
 
 def wake_on_signals() -> int:
-    """Return a non-blocking descriptor that is readable after SIGCHLD and any signal with a handler."""
+    """Return a non-blocking descriptor that becomes readable after SIGCHLD and any signal with a handler."""
     wake, write = os.pipe()
     for end in (wake, write):
         os.set_blocking(end, False)
@@ -116,7 +116,7 @@ def _stat(pid: int | str) -> list[bytes]:
 
 
 def _processes() -> dict[int, tuple[int, bytes]]:
-    """Return the parent and environment of each living process, by pid. Zombies are excluded."""
+    """Return the parent and environment of each live process, keyed by pid. Zombies are excluded."""
     processes = {}
     if LINUX:
         for pid in filter(str.isdigit, os.listdir("/proc")):
@@ -135,7 +135,7 @@ def run(
     """Run a program without input. End it and its children after ``seconds``.
 
     Returns:
-        Exit code, stdout and stderr. If it did not exit on its own: -1, an empty string and the reason.
+        Exit code, stdout and stderr. If the program did not start or exit in time: -1, "" and the reason.
     """
     import subprocess
 
@@ -150,7 +150,7 @@ def run(
         try:
             output, errors = process.communicate(timeout=seconds)
         except BaseException as error:
-            os.killpg(process.pid, signal.SIGKILL)  # its children hold the pipes open too
+            os.killpg(process.pid, signal.SIGKILL)  # the whole group, because children hold the pipes open
             if isinstance(error, subprocess.TimeoutExpired):
                 return -1, "", f"no answer within {seconds:g} s"
             raise
@@ -158,7 +158,7 @@ def run(
 
 
 def job_processes(job: str, root: int | None = None) -> set[int]:
-    """Return living processes with the job's marker, and descendants of ``root``, except this process."""
+    """Return live processes with the job's marker, and descendants of ``root``, except this process."""
     processes = _processes()
     needle = f"\0{MARKER}={job}\0".encode()
     marked = {pid for pid, (_, environ) in processes.items() if needle in b"\0" + environ + b"\0"}
@@ -170,7 +170,7 @@ def job_processes(job: str, root: int | None = None) -> set[int]:
 
 
 def marked_processes() -> dict[int, str]:
-    """Return the job IDs of this user's living processes that belong to a job, by pid."""
+    """Return the job ID of each of this user's live processes that belongs to a job, keyed by pid."""
     marked = {}
     for pid, (_, environ) in _processes().items():
         mark = _JOB.search(environ)
@@ -187,19 +187,19 @@ def _owner(pid: int) -> int:
 
 
 def start_of(pid: int) -> str:
-    """Return a text that differs for later processes with the same pid. Empty if the process has exited."""
+    """Return a process's start time as text, to detect a reused pid, or "" if the process has exited."""
     if LINUX:
         return b"".join(_stat(pid)[19:20]).decode()
     return run(["ps", "-o", "lstart=", "-p", str(pid)])[1].strip()
 
 
 def name_of(pid: int) -> str:
-    """Return the short name of a process, even of a zombie."""
+    """Return a process's short name, even for a zombie."""
     return text(f"/proc/{pid}/comm") or "a process"
 
 
 def grace(pid: int) -> float:
-    """Return the time in seconds for a helper to exit once its job's ranks are dead. 0 for other processes.
+    """Return how many seconds a helper gets to exit once its job's ranks are dead, or 0 for other processes.
 
     In that time, some helpers remove shared memory, and the monitor completes the timeline and the metrics.
     """
@@ -222,7 +222,7 @@ def _open_files(pid: int) -> Iterator[tuple[str, str]]:
 def shared_files(pid: int) -> set[int]:
     """Return the inodes of the files in /dev/shm that a process has mapped or open.
 
-    Names are not enough: a semaphore is created under a temporary name, and /proc shows that name.
+    Names do not suffice, because /proc shows the temporary name under which a semaphore was created.
     """
     maps = _read(f"/proc/{pid}/maps").split(b"\n")
     inodes = {int(line.split(None, 5)[4]) for line in maps if b" /dev/shm/" in line}
@@ -249,7 +249,7 @@ def sees_all_users_of_shared_memory() -> bool:
 
 def killed_for_memory() -> int:
     """Return how many processes in this process's cgroup the kernel has killed for lack of memory."""
-    names = ("memory.events", "memory.oom_control")  # of cgroups v2 and v1
+    names = ("memory.events", "memory.oom_control")  # in cgroup v2 and v1
     text = b"".join(_read(f"{place}/{name}") for place in limits.cgroups("memory") for name in names)
     return max(map(int, re.findall(rb"^oom_kill (\d+)", text, re.MULTILINE)), default=0)
 

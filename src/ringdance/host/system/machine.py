@@ -1,4 +1,4 @@
-"""Describe what a plan needs to know about a machine: its cores, devices and networks.
+"""Collect facts about a machine for planning jobs: its cores, devices and networks.
 
 Standard library only: agents run it without ``site``.
 """
@@ -50,19 +50,19 @@ def nearest(path: str) -> str:
 
 
 def in_home(path: str) -> str:
-    """Replace ``~`` in a path with a home directory, or with / if the user is unknown, as in some containers.
+    """Expand ``~`` at the start of a path. Use ``/`` if this user's home directory is unknown.
 
     Raises:
         FileNotFoundError: ``~NAME`` names an unknown user.
     """
     expanded = os.path.expanduser(path)
     if expanded.startswith("~") and expanded[1:2] not in ("", "/"):
-        raise FileNotFoundError(errno.ENOENT, f"{os.uname().nodename} has no user of this name", path)
+        raise FileNotFoundError(errno.ENOENT, f"no such user on {os.uname().nodename}", path)
     return os.path.join("/", expanded[2:]) if expanded.startswith("~") else expanded
 
 
 def identity() -> str:
-    """Return a text that distinguishes this machine or container from others."""
+    """Return a string that identifies this machine or container."""
     boot = linux.text("/proc/sys/kernel/random/boot_id")
     return f"{os.uname().nodename} {boot or uuid.getnode()}"
 
@@ -86,22 +86,22 @@ def devices() -> list[str]:
 
 
 def problem() -> str:
-    """Return a problem that prevents this machine from running any job, or an empty string."""
+    """Return why this machine cannot run any job, or an empty string if it can."""
     try:
         os.getcwd()
     except FileNotFoundError:
-        return "the working directory has been removed: cd to an existing directory"
+        return "the working directory has been removed. Change to an existing directory."
     if linux.LINUX and not os.path.exists("/proc/self/stat"):
-        return "/proc is not mounted, but MPI and the launcher need it: mount -t proc proc /proc"
+        return "/proc is not mounted, but MPI and the launcher need it. Run `mount -t proc proc /proc`."
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     if 0 <= limit < _FILE_BYTES:
         most = f"files are limited to {limit >> 10} KiB, including files in shared memory (ulimit -f)"
-        return f"{most}, but MPI needs {_FILE_BYTES >> 20} MiB: ulimit -f unlimited"
+        return f"{most}, but MPI needs {_FILE_BYTES >> 20} MiB. Run `ulimit -f unlimited`."
     return ""
 
 
 def networks() -> list[tuple[str, str, int]]:
-    """Return name, address and prefix length of each active interface. IPv4 first, no link-local addresses.
+    """Return each active interface's name, address and prefix length, IPv4 first, without link-local ones.
 
     Linux only. It does not use psutil, which an agent without ``site`` cannot import.
     """

@@ -13,7 +13,7 @@ PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
 class Signals:
     """Catches the signals in ``STOPPING`` and ``PASSED_ON``, except those that are currently ignored.
 
-    Only the main thread can catch signals. If ``ringdance.run`` runs in another, nothing is caught.
+    Only the main thread can catch signals. If ``ringdance.run`` runs in another thread, none are caught.
     """
 
     def __init__(self) -> None:

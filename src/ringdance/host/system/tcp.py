@@ -62,7 +62,7 @@ def answer(sock: socket.socket, token: bytes) -> socket.socket | None:
 def _authenticate(sock: socket.socket, token: bytes, own: bytes, peer: bytes) -> bool:
     """Exchange random numbers and sign both. Returns True if the peer signed with the same token.
 
-    Each side also signs its role, so that a signature sent back to its author is invalid.
+    Each side also signs its role, so that an attacker cannot send a signature back to its author.
     """
     sock.settimeout(_ANSWER_S)
     try:
@@ -85,13 +85,13 @@ def _exactly(sock: socket.socket) -> bytes:
     while len(data) < _SIZE:
         chunk = sock.recv(_SIZE - len(data))
         if not chunk:
-            raise ConnectionError("the other end has closed the connection")
+            raise ConnectionError("the peer closed the connection before it had authenticated itself")
         data += chunk
     return data
 
 
 def _ready(sock: socket.socket) -> socket.socket:
-    """Make a socket non-blocking, with keepalives that detect a lost host."""
+    """Make a socket non-blocking, and enable keepalives to detect a lost host."""
     sock.setblocking(False)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

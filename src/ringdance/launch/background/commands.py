@@ -74,7 +74,7 @@ def _status(arguments: argparse.Namespace) -> int:
         text = "\n".join(table([_HEAD, *map(_row, selected)]))
         print(text.encode(errors="backslashreplace").decode())  # arguments might not be UTF-8
     else:
-        print("no jobs. `ringdance run --detach` starts a job in the background")
+        print("no jobs found. To start a job in the background, use `ringdance run --detach`.")
     return (selected[0].code or int(selected[0].state == "lost")) if arguments.job else 0
 
 
@@ -94,7 +94,7 @@ def _row(record: records.Record) -> tuple[str, ...]:
 def _attach(arguments: argparse.Namespace) -> int:
     record = records.find(arguments.job)
     if record.state == "elsewhere":
-        text = f"job {record.short} runs on {record.launcher_host}. If the job's launcher is killed,"
+        text = f"job {record.short} is running on {record.launcher_host}. If the job's launcher is killed,"
         print(f"ringdance attach: {text} only that host can detect it", file=sys.stderr)
     show, at, ended = write_all(1), 0, False
     try:
@@ -109,31 +109,33 @@ def _attach(arguments: argparse.Namespace) -> int:
                 at = log.tell()
             time.sleep(0 if ended else _POLL_S)
     except FileNotFoundError as error:
-        raise LaunchError(f"job {record.short} has no output: {error}") from None
+        raise LaunchError(f"the output of job {record.short} is missing: {error}") from None
     except KeyboardInterrupt:
         print(f"ringdance attach: job {record.short} is still running", file=sys.stderr)
         return 130
     code = record.reload().code
     if code is None:
         launcher = f"the launcher of job {record.short} (pid {record.pid} on {record.launcher_host})"
-        raise LaunchError(f"{launcher} was killed, or the machine was restarted")
+        raise LaunchError(f"{launcher} was killed, or its machine was restarted")
     return code
 
 
 def _stop(arguments: argparse.Namespace) -> int:
-    """Send SIGTERM, then SIGINT, on which the launcher ends the ranks immediately, then SIGKILL."""
+    """Stop a job: send SIGTERM, then SIGINT, which makes the launcher kill the ranks, then SIGKILL."""
     running = [record for record in records.load_all() if record.state == "running"]
     if not arguments.job and len(running) != 1:
         jobs = "\n  ".join(["several jobs are running. Specify one:", *(record.about for record in running)])
-        raise LaunchError(jobs if running else "no job is running in the background; see `ringdance status`")
+        raise LaunchError(jobs if running else "no job is running in the background. See `ringdance status`.")
     record = records.find(arguments.job)
     if record.state == "elsewhere":
-        raise LaunchError(f"job {record.short} was started on {record.launcher_host}. Stop it there")
+        raise LaunchError(
+            f"job {record.short} was started on {record.launcher_host}. Run `ringdance stop` on that host."
+        )
     outcome, grace = "had already ended", record.grace if arguments.grace is None else arguments.grace
     for number, seconds, after in (
         (signal.SIGTERM, grace, "has ended"),
         (signal.SIGINT, _KILL_S, f"was killed after {grace:g} s"),
-        (signal.SIGKILL, _KILL_S, "was killed together with its launcher"),  # agents then end the ranks
+        (signal.SIGKILL, _KILL_S, "was killed together with its launcher"),  # the agents then kill the ranks
     ):
         if record.state != "running":
             break
@@ -142,17 +144,17 @@ def _stop(arguments: argparse.Namespace) -> int:
         except ProcessLookupError:
             pass
         except PermissionError:
-            raise LaunchError(f"job {record.short} belongs to another user") from None
+            raise LaunchError(f"job {record.short} belongs to another user, who must stop it") from None
         until, outcome = time.monotonic() + seconds, after
         while record.state == "running" and time.monotonic() < until:
             time.sleep(_POLL_S)
     if record.state == "running":
-        raise LaunchError(f"the launcher (pid {record.pid}) has not exited. Is it in uninterruptible I/O?")
+        raise LaunchError(f"the launcher (pid {record.pid}) survived SIGKILL. It may be blocked in I/O.")
     print(f"job {record.short} {outcome}")
     return 0
 
 
-# Each function takes the command-line arguments after the command's name and returns the exit code.
+# Each of these functions takes the arguments after the command's name and returns the exit code.
 status = partial(_run, "status", _status)
 attach = partial(_run, "attach", _attach)
 stop = partial(_run, "stop", _stop)

@@ -1,6 +1,6 @@
 """Run the launcher in the background, in its own session (``ringdance run --detach``).
 
-The launcher writes to the terminal until the hosts have been checked and the job has a record. From then on
+The launcher writes to the terminal until the hosts have been checked and the job has a record. From then on,
 it writes to the job's log.
 """
 
@@ -45,7 +45,7 @@ def start(spec: JobSpec, check: Check, log: Log) -> int:
     try:
         with open(read) as pipe:
             job = pipe.read()[:8]
-        if not job:  # the child failed, and has already printed why
+        if not job:  # the child failed and has already printed the reason
             return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     except KeyboardInterrupt:
         os.kill(child, signal.SIGTERM)

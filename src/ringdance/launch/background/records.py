@@ -22,9 +22,9 @@ from ringdance.host.system import linux
 from ringdance.host.system.machine import identity, in_home
 from ringdance.launch.hosts import counted
 
-_KEPT = 50  # number of records of ended jobs to keep
+_KEPT = 50  # maximum number of ended jobs whose records are kept
 _OLD_S = 90 * 86400.0
-_SIZE = 4096  # records are padded to this size, so that recording a job's end needs no further disk space
+_SIZE = 4096  # size to which records are padded, so that recording a job's end needs no extra disk space
 _SHORTEST = 4  # minimum length of a job ID prefix on the command line
 
 
@@ -96,7 +96,7 @@ class Record:
         return base() / self.job
 
     def reload(self) -> Record:
-        """Read the record again."""
+        """Return the record as it is on disk now."""
         return _load(self.directory) or self
 
     def write(self) -> None:
@@ -124,7 +124,7 @@ def _load(directory: Path) -> Record | None:
 
 
 def base() -> Path:
-    """Return the parent of all jobs' directories."""
+    """Return the parent directory of all job directories."""
     return Path(os.environ.get("XDG_STATE_HOME") or in_home("~/.local/state"), "ringdance", "jobs")
 
 
@@ -145,7 +145,8 @@ def create(job: str, command: list[str], hosts: dict[str, int], grace: float = 3
         _redirect(os.open(record.directory / "log", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600), 1, 2)
     except OSError as error:
         raise LaunchError(f"cannot create {record.directory}: {error.strerror}") from None
-    # A job in state "lost" may be running on another machine with the same name that shares the directory.
+    # Keep recent records in state "lost": such a job may be running on another machine that has the same name
+    # and shares the directory.
     gone = time.time() - _OLD_S
     done = [old for old in load_all() if old.ended or (old.began < gone and old.state != "running")]
     for old in done[:-_KEPT]:
@@ -160,35 +161,35 @@ def load_all() -> list[Record]:
 
 
 def _environ_of(process: Any) -> dict[str, str]:
-    """Return a process's environment. It is empty if the process has exited or belongs to another user."""
+    """Return a process's environment, or {} if the process has exited or belongs to another user."""
     with contextlib.suppress(Exception):
         return dict(process.environ())
     return {}
 
 
 def rank_processes() -> Iterator[tuple[Any, dict[str, str]]]:
-    """Yield the ``psutil.Process`` and the environment of every rank running here, for all jobs."""
-    import psutil  # imported late, because the launcher starts without it
+    """Yield the ``psutil.Process`` and the environment of every rank on this host, for all jobs."""
+    import psutil  # imported late, because the launcher does not need it to start
 
     for process in psutil.process_iter():
         environ = _environ_of(process)
         if linux.MARKER in environ and "RINGDANCE_RANK" in environ:
             with contextlib.suppress(psutil.Error, OSError):
-                if "RINGDANCE_RANK" not in _environ_of(process.parent()):  # otherwise it is a rank's child
+                if "RINGDANCE_RANK" not in _environ_of(process.parent()):  # skip a rank's children
                     yield process, environ
 
 
 def without_record() -> list[Record]:
-    """Return jobs that have ranks here but no record: foreground jobs, or jobs started on other hosts.
+    """Return jobs with ranks on this host but no record: foreground jobs, and jobs started on other hosts.
 
-    ``pid`` is the process that started the job's ranks here. ``command`` and ``cwd`` come from a rank.
+    In the results, ``pid`` is the process that started the ranks, and ``command`` and ``cwd`` are a rank's.
     """
     known, unrecorded = {record.job for record in load_all()}, dict[str, Record]()
     for process, environ in rank_processes():
         job = environ[linux.MARKER]
         if job in known:
             continue
-        with contextlib.suppress(Exception):  # the process may have exited in the meantime
+        with contextlib.suppress(Exception):  # ignore processes that have exited
             launcher = next(parent for parent in process.parents() if linux.MARKER not in _environ_of(parent))
             host = os.uname().nodename
             ranks = unrecorded[job].ranks + 1 if job in unrecorded else 1
@@ -212,9 +213,11 @@ def find(name: str = "") -> Record:
         return ([record for record in known if record.state == "running"] or known)[-1]
     matching = [record for record in known if record.job.startswith(name)] if len(name) >= _SHORTEST else []
     if len(matching) > 1:
-        raise LaunchError(f"{name} matches jobs {' and '.join(r.short for r in matching)}. Give more digits")
+        raise LaunchError(
+            f"{name} matches jobs {' and '.join(r.short for r in matching)}. Specify more digits of the ID."
+        )
     if not matching:
-        raise LaunchError(f"no background job matches {name}; `ringdance status` shows all jobs")
+        raise LaunchError(f"no background job matches {name}. `ringdance status` lists the IDs of all jobs.")
     return matching[0]
 
 

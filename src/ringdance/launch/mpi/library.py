@@ -1,6 +1,6 @@
 """Find the MPI library that mpi4py loads, and its mpiexec, without initializing MPI.
 
-Often two mpiexecs are installed: one from a wheel and one from the system. An mpiexec that does not belong to
+Two mpiexecs are often installed: one from a wheel and one from the system. An mpiexec that does not belong to
 the MPI library starts N separate worlds of size 1, so the mpiexec must be chosen to match the library.
 """
 
@@ -29,7 +29,7 @@ _PROGRAMS = {
     "mpich": ("mpiexec.mpich", "mpiexec.hydra", "mpiexec", "mpirun"),
     "intel": ("mpiexec", "mpirun"),
 }
-_ANSWER_S = 20.0  # timeout for running an mpiexec; for Python with mpi4py, three times as long
+_ANSWER_S = 20.0  # timeout for `mpiexec --version`; importing mpi4py may take three times as long
 _PROBE = """
 import mpi4py
 mpi4py.rc.initialize = mpi4py.rc.finalize = False
@@ -52,7 +52,7 @@ class Mpi:
         family: "openmpi", "mpich" or "intel".
         mpiexec: Absolute path of the library's mpiexec.
         source: How the library was found, for messages.
-        major: Major version of the library, 0 if unknown.
+        major: Major version of the library, or 0 if unknown.
     """
 
     family: str
@@ -63,7 +63,7 @@ class Mpi:
 
 @lru_cache(maxsize=1)
 def find_mpi() -> Mpi:
-    """Return the MPI to launch with.
+    """Return the MPI library with which to start ranks.
 
     Raises:
         LaunchError: mpi4py, an MPI library or its mpiexec is missing. The message says what to install.
@@ -76,7 +76,7 @@ def find_mpi() -> Mpi:
 
 
 def mpi4py_variants() -> list[str]:
-    """Return the MPI libraries that the installed mpi4py supports. Empty if mpi4py is not installed.
+    """Return the MPI libraries that the installed mpi4py supports, or [] if mpi4py is not installed.
 
     Returns:
         One or more of ``openmpi``, ``mpich`` and ``impi`` for a wheel, which loads whichever of these it
@@ -165,7 +165,7 @@ def _mpiexecs_in_path(family: str) -> Iterator[str]:
 
 
 def _refusal(mpiexec: str, family: str, major: int) -> str:
-    """Return the reason why an mpiexec cannot start ranks that use the library. Empty if it can."""
+    """Return why an mpiexec cannot start ranks that use the library, or an empty string if it can."""
     code, output, errors = linux.run([mpiexec, "--version"], _ANSWER_S)
     printed = output + errors
     if family_of(printed) == family and major in (0, _major(printed) or major):

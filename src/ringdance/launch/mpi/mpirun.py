@@ -30,7 +30,7 @@ _SPELLINGS = {
     "v": "verbose", "d": "verbose", "debug-daemons": "verbose", "do-not-launch": "dry-run", "h": "help",
     "V": "version",
 }  # fmt: skip
-"""Older options, and their spelling in Open MPI 5. {} stands for a value."""
+"""Older options and their spellings in Open MPI 5. {} stands for a value."""
 
 _PASSED_ON = ("prtemca", "pmixmca", "with-ft", "cpu-set", "report-bindings", "use-hwthread-cpus")
 _NO_EFFECT = {
@@ -57,7 +57,7 @@ _VALUES: dict[str, int] = {name: text.count("{}") for name, text in _SPELLINGS.i
     **dict.fromkeys((
         "verbose", "dry-run", "no-check", "help", "version", "report-bindings", "use-hwthread-cpus",
         "nolocal", "merge-stderr-to-stdout", "enable-recovery",
-        # these request what the launcher does in any case:
+        # these request what the launcher always does:
         "nooversubscribe", "q", "quiet", "allow-run-as-root", "hetero-nodes", "noprefix", "disable-recovery",
         "leave-session-attached",
     ), 0),
@@ -74,7 +74,7 @@ _LAUNCH_PARAMETERS = re.compile(
     r"(plm|oob|orte|ras|rmaps|rml|routed|odls|ess|iof|grpcomm|errmgr|state|schizo|rtc|filem|snapc|regx|hwloc"
     r"|btl_vader)(_.*)?"
 )
-"""MCA parameters for how Open MPI 4 starts processes, and for a component that Open MPI 5 lacks."""
+"""MCA parameters that control how Open MPI 4 starts processes or a component that Open MPI 5 lacks."""
 
 _VARIABLE = re.compile(r"[A-Z][A-Z0-9_]*")
 
@@ -84,8 +84,8 @@ class MpirunLine:
     """A parsed command line.
 
     Attributes:
-        ranks: Number of ranks, None if not given.
-        per_host: Number of ranks per host, 0 if not given.
+        ranks: Number of ranks, or None if not given.
+        per_host: Number of ranks per host, or 0 if not given.
         hosts: Host names and slots. None means the scheduler's allocation if there is one, otherwise this
             machine.
         source: Where ``hosts`` were specified, for messages.
@@ -137,10 +137,10 @@ def parse(words: Sequence[str], environ: Mapping[str, str]) -> MpirunLine:
             line.options += ["-x", f"{name}={value}"]
             continue
         if name not in _VALUES:
-            raise LaunchError(f"unknown option {option}; see: ringdance mpirun --help")
+            raise LaunchError(f"unknown option {option}. See `ringdance mpirun --help`.")
         while len(values) < _VALUES[name]:
             if not rest:
-                raise LaunchError(f"{option}: missing value")
+                raise LaunchError(f"{option} requires a value")
             values.append(rest.pop(0))
         if name in _SPELLINGS:
             left = iter(values)
@@ -158,7 +158,7 @@ def parse(words: Sequence[str], environ: Mapping[str, str]) -> MpirunLine:
         line.mpi += ["--bind-to", "core"]  # Open MPI requires binding for several cores per rank
         line.notes += ["--bind-to none: no effect, because PE=N binds ranks to N cores"] * bool(line.bound)
     if ":" in rest:
-        raise LaunchError("several programs in one job (`:` between them) are not supported")
+        raise LaunchError("a job with several programs, separated by `:`, is not supported")
     if named:  # select from the hosts of a host file, if there is one
         chosen, known = [parse_hosts(text)[0] for text in named], dict(line.hosts or ())
         line.hosts = merge((host, known.get(host, slots)) for host, slots in chosen)
@@ -182,7 +182,7 @@ def _apply(
             variable, equals, text = value.partition("=")
             if equals or variable in environ:
                 line.options += ["-x", f"{variable}={text if equals else environ[variable]}"]
-            else:  # mpirun also only warns
+            else:  # only a warning, as in mpirun
                 line.notes.append(f"-x {value}: that variable is not set here")
         case "wdir":
             line.cwd = value
@@ -230,7 +230,7 @@ def _output_filename(line: MpirunLine, option: str, value: str) -> None:
 
 
 def _mca(line: MpirunLine, option: str, name: str, value: str) -> list[str]:
-    """Translate an MCA parameter. Returns its name in a list if the parameter is dropped."""
+    """Translate an MCA parameter. Returns [name] if the parameter is dropped, otherwise an empty list."""
     if name in ("btl_tcp_if_include", "oob_tcp_if_include") and "/" not in value:
         line.options += ["--network-interface", value] if value not in line.options else []
     elif name in ("plm_rsh_args", "plm_ssh_args"):
@@ -238,7 +238,7 @@ def _mca(line: MpirunLine, option: str, name: str, value: str) -> list[str]:
     elif name in ("plm_rsh_agent", "plm_ssh_agent"):
         program, *arguments = shlex.split(value.partition(":")[0]) or [""]
         if os.path.basename(program) not in ("ssh", "rsh"):
-            raise LaunchError(f"{option} {name} {value}: only ssh is supported")
+            raise LaunchError(f"{option} {name} {value}: ssh is the only supported remote shell")
         line.ssh += arguments
     elif _LAUNCH_PARAMETERS.fullmatch(name):
         return [name]

@@ -60,12 +60,12 @@ class MpiexecRequest:
 
 
 def host_label(host: Host, number: int) -> str:
-    """Return mpiexec's name for a host. It must not contain colons, unlike IPv6 addresses."""
+    """Return the name to use for a host in mpiexec's options, which do not accept IPv6 addresses."""
     return f"host{number}" if ":" in host.name else host.name
 
 
 def _host_list(hosts: Sequence[Host], separator: str) -> str:
-    """Return the hosts' labels and numbers of ranks: ``h1:2,h2:2``."""
+    """Return the hosts' labels and rank counts, such as ``h1:2,h2:2``."""
     return separator.join(f"{host_label(host, n)}:{len(host.ranks)}" for n, host in enumerate(hosts))
 
 
@@ -77,11 +77,11 @@ def machine_file(hosts: Sequence[Host], family: str) -> str:
 
 
 def mpiexec_options(request: MpiexecRequest) -> tuple[list[str], dict[str, str]]:
-    """Return mpiexec's options except the number of ranks, and variables for mpiexec and the ranks."""
+    """Return mpiexec's options, without the rank count, and variables for mpiexec and the ranks."""
     family = request.mpi.family
     defaults, fixed, variables = (_openmpi if family == "openmpi" else _hydra)(request)
     own = [*(request.binding or ()), *request.more]
-    if family == "openmpi":  # older versions also accept long options with one dash
+    if family == "openmpi":  # accept long options with one dash, as older versions do
         own = [f"-{word}" if _LONG.fullmatch(word) else word for word in own]
     if request.binding is None:
         for name, *values in reversed(defaults):
@@ -90,7 +90,7 @@ def mpiexec_options(request: MpiexecRequest) -> tuple[list[str], dict[str, str]]
     # If the user sets a parameter with an option, drop our variable, which would set it a second time.
     for name in [f"OMPI_MCA_{own[at + 1]}" for at, word in enumerate(own[:-1]) if word == "--mca"]:
         variables.pop(name, None)
-        if name == "OMPI_MCA_btl_tcp_if_exclude":  # Open MPI rejects include together with exclude
+        if name == "OMPI_MCA_btl_tcp_if_exclude":  # Open MPI rejects include and exclude together
             variables.pop("OMPI_MCA_btl_tcp_if_include", None)
     return [*fixed, *own], variables
 
@@ -100,8 +100,9 @@ _Options = tuple[list[list[str]], list[str], dict[str, str]]
 
 
 def _openmpi(request: MpiexecRequest) -> _Options:
-    # Always --oversubscribe: mpiexec counts physical cores and ignores affinity masks and hyperthreads. In
-    # the ranks, its only effect is that idle ranks yield their core, which is desirable anyway.
+    # Always pass --oversubscribe, because mpiexec counts physical cores and ignores affinity masks and
+    # hyperthreads. In the ranks, the option's only effect is that idle ranks yield their core, which is
+    # desirable anyway.
     fixed = ["--oversubscribe", "--mca", "mpi_yield_when_idle", "1"]
     # The UCX window component prints an error if a shared window is created where UCX's hardware is missing.
     variables = {"OMPI_MCA_osc": "^ucx", "PMIX_MCA_psec": "native"}
@@ -124,7 +125,7 @@ def _openmpi(request: MpiexecRequest) -> _Options:
             excluded += ["openib", "ofi", "uct", "usnic", "ugni", "portals4"]
             if request.mpi.major >= 5:
                 # When a dead rank's connection closes, let the call fail instead of ending the process. The
-                # engine then raises RankLostError. Only with ob1, because the setting would replace UCX.
+                # engine then raises RankLostError. Set this only with ob1, because it would disable UCX.
                 variables["OMPI_MCA_mpi_ft_enable"] = "1"
         if excluded:
             variables["OMPI_MCA_btl"] = "^" + ",".join(excluded)
@@ -146,9 +147,9 @@ def _openmpi_launch(request: MpiexecRequest) -> list[str]:
         option, remote, prefix, oob = "--prtemca", "ssh", "prte", "prte"
     words = ["--host", _host_list(request.hosts, ",")]
     if request.mpi.major == 4:
-        # Open MPI 4 would place the first ranks on the local host, wherever it is in the list. So list every
-        # rank on its own line in a file. The mapper for such files also opens the default host file, which
-        # might not exist, so name our file as the default.
+        # Open MPI 4 would place the first ranks on the local host, wherever it is in the list. Therefore,
+        # list every rank on its own line in a file. The mapper for such files also opens the default host
+        # file, which might not exist, so name our file as the default.
         words = ["--hostfile", MACHINE_FILE, option, "orte_default_hostfile", MACHINE_FILE]
     for name, value in (
         ("plm", remote),
@@ -175,7 +176,7 @@ def _hydra(request: MpiexecRequest) -> _Options:
         return defaults, [launcher, "fork"], variables | {"UCX_NET_DEVICES": "lo", "FI_TCP_IFACE": "lo"}
     # Ranks inherit the environment of the daemon on their host (-genvnone). Otherwise Hydra would send
     # mpiexec's environment unencrypted.
-    if intel:  # -hosts of Intel MPI does not accept numbers of ranks
+    if intel:  # Intel MPI's -hosts option does not accept rank counts
         fixed = [launcher, "ssh", f"{launcher}-exec", RSH_SHIM, "-genvnone", "-machinefile", MACHINE_FILE]
         fixed += ["-v6"] if request.networks.ipv6 else []
     else:
@@ -208,7 +209,7 @@ def session_environment(family: str, directory: str, shared: str) -> dict[str, s
         directory: The job's directory.
         shared: The job's directory in shared memory, empty if it has none.
     """
-    if family != "openmpi":  # other libraries' files cannot be moved; cleanup.py removes them
+    if family != "openmpi":  # other libraries' files cannot be moved, so cleanup.py removes them
         return {"HYDRA_LAUNCHER_EXTRA_ARGS": os.path.join(directory, "ssh")} if family == "mpich" else {}
     variables = {"PRTE_MCA_prte_tmpdir_base": directory, "OMPI_MCA_orte_tmpdir_base": directory}
     if shared:

@@ -45,7 +45,7 @@ class OutputDirectory:
             raise LaunchError(f"--output-filename {path}: {error.strerror}") from None
 
     def take(self, name: str, data: bytes) -> bool:
-        """Append part of a file sent by another host. Returns False if it does not belong here."""
+        """Append data to a file sent by another host. Returns False for other kinds of files."""
         timeline = name.startswith(TIMELINE)
         if not timeline and not name.startswith(f"{OUTPUT}/"):
             return False
@@ -70,7 +70,7 @@ class Results:
     """Collects results from the job's directory on this host, and from other hosts in chunks.
 
     Attributes:
-        kept: True once all results are open.
+        kept: True once ``keep()`` is called.
     """
 
     def __init__(self) -> None:
@@ -92,7 +92,7 @@ class Results:
         except OSError as error:
             raise LaunchError(
                 f"cannot store a rank's result in {directory}: {error.strerror}. "
-                "Set TMPDIR to a directory with more space"
+                "Set TMPDIR to a directory with more space."
             ) from None
 
     def keep(self, directory: str) -> None:
@@ -104,17 +104,17 @@ class Results:
             self._files[path.name] = io.BytesIO(path.read_bytes()) if many else path.open("rb")
 
     def load(self, ranks: int) -> list[Any]:
-        """Return the results by rank.
+        """Return the results in rank order.
 
         Raises:
-            LaunchError: A rank exited without a result.
+            LaunchError: A rank exited without storing a result.
         """
         names = [f"result.{rank}.pkl" for rank in range(ranks)]
         missing = [rank for rank, name in enumerate(names) if name not in self._files]
         if missing:
             raise LaunchError(
                 f"{ranks_text(missing)} exited with code 0 before the function returned. "
-                "Does it call sys.exit()?"
+                "Check whether the function calls sys.exit()."
             )
         return [pickle.load(self._files[name]) for name in names]
 
@@ -140,7 +140,9 @@ def _locked(directory: str) -> int:
         fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(opened)
-        raise LaunchError(f"--output-filename {directory}: another job is writing its output there") from None
+        raise LaunchError(
+            f"--output-filename {directory}: another job is writing its output there. Use another directory."
+        ) from None
     except OSError:  # the file system does not support locks
         pass
     return opened

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from ringdance.launch.output.stream import Sink, guarded
 
 LAUNCHER = -1
-"""Used instead of a rank for the launcher's own lines."""
+"""Number used in place of a rank for the launcher's own lines."""
 
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
@@ -31,8 +31,8 @@ class Screen:
         out: Sink = guarded("stdout", sinks[0], lambda line: err(line))
         err = guarded("stderr", sinks[1], out)
         self._sinks, self._terminals = (out, err), terminals
-        self._begun: dict[int, int] = {}  # by stream: the rank that wrote the unfinished line
-        self._bars: dict[tuple[int, int], bytes] = {}  # by rank and stream
+        self._begun: dict[int, int] = {}  # the rank that wrote each stream's unfinished line
+        self._bars: dict[tuple[int, int], bytes] = {}  # progress bars by rank and stream
         self._drawn = 0  # number of progress bars drawn above the cursor
 
     def of(self, stream: int, rank: int = LAUNCHER) -> Sink:
@@ -82,7 +82,7 @@ def _cut(bar: bytes, columns: int) -> bytes:
 
 
 def _size(descriptor: int) -> tuple[int, int]:
-    """Return the terminal's columns and rows, with defaults if a pseudo-terminal reports 0."""
+    """Return the terminal's width and height. Uses defaults if a pseudo-terminal reports 0."""
     try:
         columns, rows = os.get_terminal_size(descriptor)
     except OSError:

@@ -55,7 +55,7 @@ def guarded(name: str, sink: Sink, warn: Sink) -> Sink:
 
     Args:
         name: Name of the file or stream, for the warning.
-        sink: The sink to guard. A BrokenPipeError from it is raised.
+        sink: The sink to guard. A BrokenPipeError is propagated.
         warn: Sink for the warning.
     """
     failed = False
@@ -86,8 +86,8 @@ class Lines:
         self._size = 0
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Return the complete lines with their endings. Over 8 MiB without an ending also count as a line."""
-        # A carriage return at the end of the data may be the first half of "\\r\\n".
+        """Return the complete lines with their endings. Over 8 MiB without an ending counts as a line."""
+        # A carriage return at the end of the data may be the first half of "\r\n".
         until = len(data) - data.endswith(b"\r")
         cut = max(data.rfind(b"\n", 0, until), data.rfind(b"\r", 0, until)) + 1
         starts_line = bool(self._held) and self._held[-1].endswith(b"\r")
@@ -173,7 +173,7 @@ class Stream:
         return clock + (self._shown if shown else self._prefix) + line
 
     def _sift(self, lines: list[bytes]) -> list[bytes]:
-        """Return the lines that can be shown now."""
+        """Hold back tracebacks, and return the lines that can be shown now."""
         shown: list[bytes] = []
         for line in lines:
             mark = parse_mark(line) if MARK in line else None
@@ -199,7 +199,7 @@ class Stream:
             self._sink(b"".join(map(self._dress, lines)))
 
     def drop(self, shown: str) -> None:
-        """Show the lines that were held back, except those contained in ``shown``, a text shown elsewhere."""
+        """Show the lines that were held back, except those in ``shown``, which are shown elsewhere."""
         lines = {line.strip() for line in shown.splitlines()}
         self.held = [line for line in self.held if line.decode(errors="replace").strip() not in lines]
         self.release()
@@ -275,7 +275,7 @@ def remove_left(directory: Path) -> None:
             if path.is_file():
                 path.unlink()
     for path in directory.glob("rank.*"):
-        with contextlib.suppress(OSError):  # the directory contains other files
+        with contextlib.suppress(OSError):  # ignore if the directory is not empty
             path.rmdir()
 
 

@@ -33,18 +33,18 @@ _SOON_S = 0.02
 PIPES = 3
 """Number of file descriptors needed for each host."""
 
-_OTHER_FILES = 64  # descriptors for everything else in this process
-_starting = threading.Lock()  # start one process at a time, because a start briefly needs more descriptors
+_OTHER_FILES = 64  # number of descriptors for everything else in this process
+_starting = threading.Lock()  # one start at a time, because a start briefly needs more descriptors
 
 
 @dataclass
 class Remote:
-    """A host with an agent, and the connection to it.
+    """A host with an agent, and the connection to the agent.
 
     Attributes:
         host: Name of the host as given by the user.
         frames: The connection to the agent.
-        files: Files to close to end the connection.
+        files: Files that are closed to end the connection.
         process: The ssh or srun process that reaches the agent, or the local agent itself. None if the agent
             connected over a socket.
         facts: Facts about the host.
@@ -52,7 +52,7 @@ class Remote:
         errors: Output of ``process`` on stderr.
         local: True if this is the launcher's own host.
         silent: True if the user has been told that the host is silent.
-        started: True if the agent has been asked to start a program.
+        started: True if the agent was asked to start a program.
         ready: True if the agent has prepared the job.
         problem: Reason why the agent could not prepare the job, if any.
         port: A port that the agent has reserved.
@@ -79,7 +79,7 @@ class Remote:
     behind: float = math.inf
 
     def time_here(self, when: float) -> float:
-        """Convert a time from the other host's clock to this host's.
+        """Convert a time from the other host's clock to this host's clock.
 
         The message that contains the time must have just arrived. The offset is taken from the message with
         the shortest delay so far.
@@ -98,7 +98,7 @@ class Remote:
             file.close()
 
     def close(self, timeout: float = 2.0) -> None:
-        """Close the connection. Kill the process if it has not exited in time."""
+        """Close the connection, and kill the process if it does not exit in time."""
         self.disconnect()
         try:
             self.wait(timeout)
@@ -169,7 +169,7 @@ def connect(
 def attempt(
     hosts: Sequence[str], shell: RemoteShell, timeout: float, log: Callable[[str], None] = lambda text: None
 ) -> tuple[dict[str, Remote], dict[str, LaunchError]]:
-    """Start agents like ``connect()``. Return the agents that answer, and the other hosts' problems."""
+    """Start agents as ``connect()`` does. Return the agents that answer, and the other hosts' problems."""
     allow_open_files(PIPES * len(hosts), counted(len(hosts), "host"))
     agents: dict[str, Remote] = {}
     problems: dict[str, LaunchError] = {}
@@ -229,7 +229,7 @@ def allow_open_files(more: int, what: str) -> None:
     if limit < needed:
         raise LaunchError(
             f"this process needs {needed} open files for {what}, but its hard limit is {limit} (ulimit -Hn). "
-            f"Raise the limit as root (prlimit --nofile={needed} --pid PID-OF-THE-SHELL), or use fewer hosts"
+            f"Raise the limit as root (prlimit --nofile={needed} --pid PID-OF-THE-SHELL), or use fewer hosts."
         )
 
 
@@ -285,7 +285,7 @@ def _await_facts(remote: Remote, timeout: float) -> bool:
 
 
 def adopt(host: str, sock: socket.socket, timeout: float = 30.0) -> Remote:
-    """Return the agent that has connected over a socket.
+    """Return the ``Remote`` for an agent that has connected over a socket.
 
     Raises:
         LaunchError: The agent does not answer.
@@ -296,7 +296,7 @@ def adopt(host: str, sock: socket.socket, timeout: float = 30.0) -> Remote:
         if _await_facts(remote, timeout):
             return remote
     remote.close()
-    raise LaunchError(f"host {host}: its agent does not answer")
+    raise LaunchError(f"The agent on host {host} does not answer.")
 
 
 def _start(host: str, command: Sequence[str], **options: Any) -> Remote:
@@ -320,7 +320,7 @@ def _start(host: str, command: Sequence[str], **options: Any) -> Remote:
 
 
 def start_local(host: str, environ: Mapping[str, str], stdin: int, remotes: Sequence[Remote]) -> Remote:
-    """Start this host's agent, which also sends heartbeats to the others.
+    """Start this host's agent, which also sends heartbeats to the other agents.
 
     Args:
         host: Name of this host in the plan.
@@ -342,7 +342,7 @@ def start_local(host: str, environ: Mapping[str, str], stdin: int, remotes: Sequ
         command = bare_command("agent.main", *map(str, passed))
         remote = _start(host, command, env=environ, pass_fds=[fd for fd in passed if fd >= 0])
         remote.local = True
-        with contextlib.suppress(OSError, AttributeError):  # a larger pipe, where supported
+        with contextlib.suppress(OSError, AttributeError):  # enlarge the pipe if the system allows it
             fcntl.fcntl(remote.frames.read_fd, fcntl.F_SETPIPE_SZ, 1 << 20)
         return remote
     finally:
@@ -370,8 +370,7 @@ def _why(remote: Remote, program: str, python: str) -> _Problem:
         known = (f"{problem}: {fix}" for pattern, problem, fix in SSH_ADVICE if re.search(pattern, output))
         advice = next(known, "try: ssh HOST true")
         return _Problem(
-            f"ssh cannot connect: {error.rstrip('.') or 'no message'}",
-            advice.replace("HOST", remote.host),
+            f"ssh cannot connect: {error.rstrip('.') or 'no message'}", advice.replace("HOST", remote.host),
             temporary="Permission denied" not in error and "verification failed" not in error,
         )
     ended = "has closed its output, but is still running" if code is None else f"exited with code {code}"
@@ -393,7 +392,7 @@ def _unfit(remotes: Iterable[Remote]) -> dict[str, LaunchError]:
         elif facts.python.split(".")[:2] != here.python.split(".")[:2]:
             problems[remote.host] = LaunchError(
                 f"{facts.executable} is Python {facts.python} there, but {here.python} here",
-                "Use the same version on all hosts",
+                "Use the same Python version on all hosts",
             )
         elif facts.identity in seen:
             problems[remote.host] = LaunchError(

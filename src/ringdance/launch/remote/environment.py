@@ -14,13 +14,14 @@ _STAYS = re.compile(
     r"|.*CUDA_VISIBLE_DEVICES|.*ROCR_VISIBLE_DEVICES|_HOROVOD_SECRET_KEY"
     rf"|NVIDIA_.*|RINGDANCE_JOB|{STAYS}"
 )
-# Settings. They must be the same on all ranks and are always forwarded.
+# Settings, which must be the same on all ranks and are therefore always forwarded.
 _GOES = re.compile(r"(RINGDANCE|HOROVOD|OMPI|OPAL|PMIX|PRTE|MPICH|MPIR_CVAR|HYDRA|I_MPI|FI|UCX|NCCL)_.*")
 _SECRET = re.compile(
     r"(?i)secret|token(?!i[sz]er)|passw|passphrase|_pwd$|credential|private(?!_data)|(api|access)_?key"
     r"|(?<!_sort)(?<!_image)(?<!_label)_key$|auth(?!or|enticated)|connection_?string"
 )
-_PLAIN = re.compile(r"(?i).*tokens(_.*)?=[\d.]+[kmb]?|.*=(true|false|yes|no|on|off|[01])")  # counts, switches
+# Token counts and on/off switches are never secret.
+_PLAIN = re.compile(r"(?i).*tokens(_.*)?=[\d.]+[kmb]?|.*=(true|false|yes|no|on|off|[01])")
 _USER_IN_URL = re.compile(r"://[^/\s]+@")
 _SET_IN_TEXT = re.compile(r"""\b([A-Za-z_][\w-]*)=((\\*["'])?(?(3).*?(?:\3|$)|[^\s"'\\]+))""")
 

@@ -20,25 +20,29 @@ _SSH = ("BatchMode=yes", "ConnectTimeout=10", "LogLevel=ERROR")
 
 SSH_ADVICE = (
     (
-        "IDENTIFICATION HAS CHANGED", "its key has changed: the host was reinstalled or another is answering",
+        "IDENTIFICATION HAS CHANGED",
+        "its key has changed, because the host was reinstalled or another host is answering",
         "if the host was reinstalled, run ssh-keygen -R HOST",
     ),
     (
         "host key is known for", "its host key is unknown, and ssh is configured to refuse new keys",
         "verify the key, then add it: ssh-keyscan HOST >> ~/.ssh/known_hosts",
     ),
-    ("Permission denied", "passwordless login fails", "ssh-copy-id HOST, or pass a key: -i FILE (mode 600)"),
+    (
+        "Permission denied", "passwordless login fails",
+        "run ssh-copy-id HOST, or pass a key with -i FILE (mode 600)",
+    ),
     (
         "Could not resolve|Name or service not known", "its name does not resolve",
         "correct the name, or add it to /etc/hosts here (or to ~/.ssh/config)",
     ),
     (
         "Connection refused", "no sshd answers",
-        "start sshd there (sudo systemctl start ssh), or pass its port: -p PORT",
+        "start sshd there (sudo systemctl start ssh), or pass its port with -p PORT",
     ),
     (
         "timed out", "it does not answer",
-        "check that the host is up, and read what ssh reports: ssh -v -o BatchMode=yes HOST true",
+        "check that the host is up. For details, run ssh -v -o BatchMode=yes HOST true",
     ),
 )  # fmt: skip
 """Each entry: a pattern for ssh's error message, the problem, and its fix. The first match applies."""
@@ -50,9 +54,9 @@ class RemoteShell:
 
     Attributes:
         method: "ssh", or "srun" for the hosts of a Slurm allocation.
-        port: Port for ssh, 0 for the port in ssh's configuration.
+        port: Port for ssh, or 0 for the port in ssh's configuration.
         identity: Private key file for ssh, if any.
-        arguments: Further arguments for ssh. They override ours.
+        arguments: Further arguments for ssh. They override our defaults.
         start_timeout: Seconds to keep trying hosts that may still be starting, such as pods.
         local: Names that refer to this machine, where programs are started directly.
         python: Path of the interpreter on other hosts, empty if it is the same as on this host.
@@ -101,7 +105,7 @@ def _of_new_hosts(arguments: Sequence[str], host: str) -> Sequence[str]:
 _HOW = ("ssh_port", "ssh_identity_file", "python", "ssh_args")
 
 
-# ``parser`` is a parser or a group in a parser. argparse has no public name for their common base class.
+# ``parser`` is typed as Any, because argparse has no public name for the base class of parsers and groups.
 def add_host_options(parser: Any, text: str = "hosts, and the number of slots on each") -> None:
     """Add -H, --hostfile and the options for ssh, which ``remote_shell_of()`` reads.
 
@@ -119,7 +123,7 @@ def add_host_options(parser: Any, text: str = "hosts, and the number of slots on
 
 
 def hosts_of(arguments: argparse.Namespace, slots: int = 1) -> HostList | None:
-    """Return the hosts given by -H or --hostfile, None if neither option is set.
+    """Return the hosts given by -H or --hostfile, or None if neither option is set.
 
     Args:
         arguments: The parsed options.
@@ -134,7 +138,7 @@ def hosts_of(arguments: argparse.Namespace, slots: int = 1) -> HostList | None:
 
 
 def ssh_words(arguments: argparse.Namespace) -> list[str]:
-    """Return the options for reaching hosts (``add_host_options()``) as arguments for ``ringdance run``."""
+    """Convert the parsed options of ``add_host_options()`` to arguments for ``ringdance run``."""
     values = {name: getattr(arguments, name) for name in _HOW}
     return [f"--{name.replace('_', '-')}={value}" for name, value in values.items() if value]
 
@@ -147,17 +151,15 @@ def remote_shell_of(arguments: argparse.Namespace, more: Sequence[str] = ()) -> 
         more: Arguments for ssh, appended to the user's arguments.
 
     Raises:
-        LaunchError: A quote in --ssh-args is not closed, or --python is not an absolute path.
+        LaunchError: --ssh-args has an unclosed quote, or --python is not an absolute path.
     """
     try:
         words = shlex.split(arguments.ssh_args)
     except ValueError as error:
         raise LaunchError(f"--ssh-args={arguments.ssh_args!r} cannot be split into words: {error}") from None
     if arguments.python and not os.path.isabs(arguments.python):
-        raise LaunchError(f"--python {arguments.python}: pass an absolute path, such as /opt/env/bin/python")
+        raise LaunchError(f"--python {arguments.python}: not an absolute path, such as /opt/env/bin/python")
     return RemoteShell(
-        port=arguments.ssh_port,
-        identity=arguments.ssh_identity_file,
-        arguments=(*words, *more),
+        port=arguments.ssh_port, identity=arguments.ssh_identity_file, arguments=(*words, *more),
         python=arguments.python,
     )

@@ -1,1 +1,1 @@
-"""DeepFM on click logs, for CPU hosts: training and scoring."""
+"""Train DeepFM on click logs, on hosts without GPUs."""

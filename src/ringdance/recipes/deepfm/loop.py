@@ -1,4 +1,4 @@
-"""Code that train_torch.py and train_keras.py share: options, data, evaluation, export and ``main``."""
+"""Code shared by train_torch.py and train_keras.py: options, data, evaluation, export and ``main``."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def options(manual: str) -> argparse.Namespace:
     """Parse the command line."""
     parser = Options(description=manual)
     add = parser.add_argument
-    text = "a prepared directory, or a file: Criteo's CSV or TSV, LibSVM, TFRecord; SageMaker: channel train"
+    text = "prepared directory, or file in CSV, TSV, LibSVM or TFRecord format (on SageMaker: channel train)"
     add("data", metavar="DATA", nargs="?", default=os.environ.get("SM_CHANNEL_TRAIN"), help=text)
-    add("--table-size", type=int, metavar="N", help="for a file: rows in the table; default: 1,000,000")
-    add("--validation", metavar="DATA", help="default: DATA's split `validation`, or else its training rows")
-    add("--epochs", type=count, default=1, metavar="N", help="default: 1")
+    add("--table-size", type=int, metavar="N", help="table size if DATA is a file; default: 1,000,000")
+    add("--validation", metavar="DATA", help="rows to evaluate; default: split `validation`, or else `train`")
+    add("--epochs", type=count, default=1, metavar="N", help="epochs to train; default: 1")
     add("--batch-size", type=count, default=2048, metavar="N", help="rows per rank; default: 2048")
     add("--dim", type=count, default=16, metavar="N", help="factors in each table row; default: 16")
-    add("--hidden", type=widths, default="400,400,400", metavar="A,B", help="widths; default: 400,400,400")
+    add("--hidden", type=widths, default="400,400,400", metavar="A,B", help="default: 400,400,400")
     shown = "; default: %(default)g"
     add("--rate", type=float, default=rates.RATE, metavar="R", help=f"Adam's rate for the layers{shown}")
     text = f"Adagrad's learning rate for the table{shown}"
@@ -42,51 +42,51 @@ def options(manual: str) -> argparse.Namespace:
     text = f"multiply --rate by b^F, --table-rate by b^(-F/2); b: batch of all ranks / {rates.BATCH}{shown}"
     add("--scale-rate", type=float, default=rates.SCALE_RATE, metavar="F", help=text)
     add("--warmup", type=int, default=rates.WARMUP, metavar="STEPS", help=f"steps of linear warm-up{shown}")
-    add("--sharded", action="store_true", help="divide the table among the ranks instead of copying it")
-    add("--threads", type=count, default=1, metavar="N", help="threads that read on each rank; default: 1")
-    add("--evaluate-every", type=count, metavar="STEPS", help="default: after each epoch")
-    add("--patience", type=count, metavar="N", help="stop after N evaluations without a better AUC")
-    add("--warm-start", metavar="MODEL", help="start with a model that --export has written")
+    add("--sharded", action="store_true", help="divide the table among ranks instead of copying it")
+    add("--threads", type=count, default=1, metavar="N", help="reader threads per rank; default: 1")
+    add("--evaluate-every", type=count, metavar="STEPS", help="steps between evaluations; default: one epoch")
+    add("--patience", type=count, metavar="N", help="stop after N evaluations in a row without a better AUC")
+    add("--warm-start", metavar="MODEL", help="start from a model written by --export")
     parser.add_shared(keep=2, log_every=50)
     given = parser.parse_args()
     if given.data is None:
-        parser.error("DATA is missing")
+        parser.error("DATA is required. Pass a prepared directory or a file.")
     if given.patience and not given.checkpoints:
-        parser.error("--patience needs --checkpoints DIR, where the best model is kept")
+        parser.error("--patience requires --checkpoints DIR, where the best model is kept")
     return given
 
 
 class TableModel:
     """Base class of the models in train_torch.py and train_keras.py. See Note [Models of recipes].
 
-    Subclasses have ``step(batch, rate)``, which updates the model with one batch and returns the mean loss of
-    this rank's rows; ``predict(ids, values)``, which returns probabilities, shape (n,); and
-    ``export_layers(directory)``.
+    Subclasses define ``step(batch, rate)``, which updates the model with one batch and returns the mean loss
+    of this rank's rows; ``predict(ids, values)``, which returns probabilities, shape (n,); and
+    ``export_layers(directory)``, which writes the layers for score.py.
     """
 
     framework: str
     table: hvd.EmbeddingTable
 
     def __init__(self) -> None:
-        self.losses: list[float] = []  # losses of the steps since the last call to figures()
+        self.losses: list[float] = []  # loss of each step since the last call to figures()
         self.checks: Any = None  # loader for the validation rows
 
     def figures(self) -> dict[str, float]:
-        """Return this rank's mean loss since the last call."""
+        """Return this rank's mean loss over the steps since the last call."""
         mean = float(np.mean(self.losses))
         self.losses.clear()
         return {"loss": mean}
 
     def evaluate(self) -> dict[str, float]:
-        """Return AUC, log-loss and calibration on the validation rows, each counted once.
+        """Return AUC, log-loss and calibration on the validation rows. Each row is counted once.
 
-        The rows are divided among all ranks, so no rank waits for rank 0.
+        The rows are divided among all ranks, which therefore need not wait for rank 0.
         """
         scores = hvd.BinaryScores()
         self.checks.set_epoch(0)
         for batch in self.checks:
             predictions = self.predict(batch.ids, batch.values)  # type: ignore[attr-defined]
-            if batch.weight:  # otherwise padding
+            if batch.weight:  # a batch of weight 0 is padding
                 scores.add(predictions, batch.labels)
         return scores.result()
 
@@ -95,19 +95,19 @@ class TableModel:
         return f"after step {at.step}: {scores_of(found)}"
 
     def average_statistics(self) -> None:
-        """Do nothing: the layers keep no running statistics."""
+        """Do nothing, because the layers have no running statistics."""
 
     def export(self, directory: Path) -> None:
-        """Write the files for score.py (except the table) and the files for --warm-start."""
+        """Write the layers for score.py and for --warm-start. The embedding table is written separately."""
         self.export_layers(directory)  # type: ignore[attr-defined]
         write(directory / "layers.npz", self.state())  # type: ignore[attr-defined]
 
 
 def warm_start(start: Path, model: Any, about: dict[str, Any]) -> None:
-    """Initialize the model from an exported one, which must match ``about``. Collective."""
+    """Initialize the model from an exported model whose settings match ``about``. Collective."""
 
     def exported() -> tuple[dict[str, Array], str]:
-        """Return the model's layers, and an error message, which is empty if the model can be used."""
+        """Return the exported layers and "", or {} and an error message if the model cannot be used."""
         try:
             exported_about = whole_model(start)
         except (ArgumentError, OSError) as error:
@@ -126,7 +126,7 @@ def warm_start(start: Path, model: Any, about: dict[str, Any]) -> None:
 
 
 def tables(given: argparse.Namespace) -> tuple[Table, Table, str]:
-    """Open the tables to train on and to evaluate. Also returns the name of the evaluated split."""
+    """Open the tables for training and evaluation. Also returns the name of the evaluated split."""
     size = given.table_size or (None if Path(given.data).is_dir() else 1_000_000)
     try:
         data = Table.open(given.data, table_size=size)
@@ -141,14 +141,14 @@ def tables(given: argparse.Namespace) -> tuple[Table, Table, str]:
         raise SystemExit(str(error)) from None
     if given.patience:
         raise SystemExit(
-            f"--patience {given.patience} needs rows that are not trained on. Use --validation DATA, or "
+            f"--patience {given.patience} requires separate rows for validation. Use --validation DATA, or "
             "prepare the data with --validation 0.1."
         )
     return data, data, TRAINED_ON
 
 
 def unusable(splits: dict[str, Table]) -> str:
-    """Return an error message if AUC cannot be computed for one of the splits, otherwise an empty string."""
+    """Return an error message if AUC is undefined on one of the splits, otherwise an empty string."""
     try:
         labels = {name: data.only_label() for name, data in splits.items()}
     except ArgumentError as error:
@@ -164,7 +164,7 @@ def main(manual: str, make: Any, init: Callable[[], None] = hvd.init) -> None:
     """Run the training script.
 
     Args:
-        manual: Docstring of the script, for --help.
+        manual: The script's docstring, used as the text for --help.
         make: Creates the model. Called as ``make(given, table, fields)``.
         init: Initializes Ringdance. The ``init`` of a framework's binding also limits the framework's
             threads to the rank's cores.

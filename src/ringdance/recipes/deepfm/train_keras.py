@@ -10,22 +10,21 @@ data:
     ringdance data prepare criteo /data/criteo /data/clicks --table-size 10000000 --shards 64
     ringdance run -H node1:16,node2:16 python train_keras.py /data/clicks --checkpoints run1 --patience 3
 
-Start one rank per core. `ringdance run` gives each rank its own core. benchmarks/strategies, in a clone of
-the repository, compares this setup with others on your hosts.
+Start one rank per core. `ringdance run` gives each rank its own core. To compare this setup with others on
+your hosts, run benchmarks/strategies in a clone of the repository.
 
-The model (Guo et al., DeepFM, IJCAI 2017): each field in a row is an id, which selects a row of the embedding
-table, and a value, which scales it. The table's first column is the linear part. The other columns are used
-for the pairwise products and as the input of the layers. A step reads and updates only the table rows that
-occur in its batch.
+The model is DeepFM (Guo et al., IJCAI 2017). Each field in a row is an id, which selects a row of the
+embedding table, and a value, which scales it. The table's first column is the linear part. The other columns
+are used for the pairwise products and as the input of the layers. A step reads and updates only the table
+rows that occur in its batch.
 
-With --checkpoints, a run that was stopped or even killed continues if you run the same command again, even
-with a different number of ranks. No row is used twice in an epoch. Only rank 0 reads and writes the
-checkpoint directory, which also contains the model with the best AUC. If the table does not fit in one rank's
-memory, use --sharded.
+With --checkpoints, the same command resumes a run that was stopped or killed, even with a different number of
+ranks. No row is used twice in an epoch. Only rank 0 reads and writes the checkpoint directory, which also
+contains the model with the best AUC. If the table does not fit in one rank's memory, use --sharded.
 
-Ranks do not wait for rank 0: all of them take part in evaluations, and checkpoints are copied, then written
-in the background. The exception is the export, which runs on rank 0 only. hvd.pause_stall_check() suppresses
-stall warnings during the export.
+Ranks do not wait for rank 0, except during the export. All ranks take part in evaluations, and checkpoints
+are written in the background. Only rank 0 exports the model, within hvd.pause_stall_check() to suppress stall
+warnings on the other ranks.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from typing import Any
 import loop  # type: ignore[import-not-found]  # in this directory
 
 if __name__ == "__main__":
-    # Importing TensorFlow takes several seconds. Handle --help and reject invalid options first.
+    # Handle --help and invalid options before importing TensorFlow, which takes several seconds.
     loop.options(__doc__ or "")
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
@@ -55,14 +54,14 @@ Array = np.ndarray[Any, Any]
 
 
 class Layers(keras.Model):  # type: ignore[misc]  # Keras has no types
-    """The model's layers, without the embedding table."""
+    """DeepFM without the embedding table, whose rows are an input."""
 
     def __init__(self, fields: int, dim: int, hidden: list[int]) -> None:
         super().__init__()
         self.deep = keras.Sequential([
             keras.Input((fields * dim,)),
             *(keras.layers.Dense(width, "relu") for width in hidden),
-            keras.layers.Dense(1),  # this layer's bias is the bias of the whole model
+            keras.layers.Dense(1),  # its bias is also the bias of the model
         ])  # fmt: skip
         self.built = True
 
@@ -70,11 +69,11 @@ class Layers(keras.Model):  # type: ignore[misc]  # Keras has no types
         """Return logits, shape (n,).
 
         Args:
-            rows: Distinct table rows in the batch, shape (any, 1 + dim).
+            rows: The distinct table rows that occur in the batch, shape (m, 1 + dim).
             places: Index of each field's table row in ``rows``, shape (n, fields).
             values: Factor for each field's table row, shape (n, fields).
         """
-        # Gather twice: slicing one large gathered tensor would copy it.
+        # Gather twice, because slicing the result of a single gather would copy it.
         linear = tf.gather(rows[:, 0], places) * values
         factors = tf.gather(rows[:, 1:], places) * values[:, :, None]
         pairs = tf.square(tf.reduce_sum(factors, 1)) - tf.reduce_sum(tf.square(factors), 1)
@@ -83,7 +82,7 @@ class Layers(keras.Model):  # type: ignore[misc]  # Keras has no types
 
 
 class KerasTableModel(loop.TableModel):  # type: ignore[misc]
-    """The layers and the embedding table, with the steps that update them."""
+    """This rank's layers, embedding table and optimizers."""
 
     framework = "tensorflow"
 
@@ -95,7 +94,7 @@ class KerasTableModel(loop.TableModel):  # type: ignore[misc]
         self.optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(given.rate))
         self.optimizer.build(self.layers.trainable_variables)
         self._variables = [*self.layers.variables, *self.optimizer.variables]
-        # A length of None avoids retracing if the number of rows or of distinct ids changes.
+        # Dimensions of None avoid retracing when the number of rows or of distinct ids changes.
         rows, values = tf.TensorSpec((None, table.columns)), tf.TensorSpec((None, fields))
         labels, number = tf.TensorSpec((None,)), tf.TensorSpec(())
         self._signature = [rows, tf.TensorSpec((None, fields), tf.int64), values]
@@ -106,8 +105,8 @@ class KerasTableModel(loop.TableModel):  # type: ignore[misc]
         """Update the model with one batch. Returns the mean loss of this rank's rows.
 
         Each rank's loss is scaled by ``batch.weight``, so averaging the gradients over the ranks gives the
-        mean over all rows in the global batch, even if the batch is short or this rank has no rows. The
-        table's gradients are summed over these rows instead.
+        mean over all rows in the global batch, even if the batch is short or this rank has no rows.
+        The gradients of the embedding table are summed over these rows instead.
         """
         rows, places = self.table.lookup(batch.ids)
         numbers = np.float32(batch.weight), np.float32(self.rate * rate)
@@ -127,7 +126,7 @@ class KerasTableModel(loop.TableModel):  # type: ignore[misc]
         gradient, *gradients = tape.gradient(weighted, [rows, *variables])
         self.optimizer.learning_rate = rate
         self.optimizer.apply(gradients, self.layers.trainable_variables)
-        return loss, tf.convert_to_tensor(gradient)  # sums the gradients of repeated rows
+        return loss, tf.convert_to_tensor(gradient)  # convert IndexedSlices, summing repeated rows
 
     def predict(self, ids: Array, values: Array) -> Array:
         """Return probabilities, shape (n,)."""
@@ -138,7 +137,7 @@ class KerasTableModel(loop.TableModel):  # type: ignore[misc]
         return tf.sigmoid(self.layers(rows, places, values))
 
     def state(self) -> dict[str, Array]:
-        """Return copies of the layers' weights and Adam's state."""
+        """Return copies of the layers' weights and of Adam's state."""
         return {f"v{number}": np.array(variable.numpy()) for number, variable in enumerate(self._variables)}
 
     def restore(self, state: dict[str, Array]) -> None:
@@ -147,7 +146,7 @@ class KerasTableModel(loop.TableModel):  # type: ignore[misc]
             variable.assign(state[f"v{number}"])
 
     def export_layers(self, directory: Path) -> None:
-        """Write the layers for score.py as a SavedModel, which does not need this file."""
+        """Write the layers as a SavedModel, which score.py can run without this file."""
         archive = keras.export.ExportArchive()
         archive.track(self.layers)
         archive.add_endpoint("serve", self.layers.call, self._signature)
@@ -155,7 +154,7 @@ class KerasTableModel(loop.TableModel):  # type: ignore[misc]
 
 
 def init() -> None:
-    """Initialize Ringdance. On a single core, TensorFlow is fastest if it runs one operation at a time."""
+    """Initialize Ringdance. On a single core, run one TensorFlow operation at a time, which is fastest."""
     hvd.init()
     if tf.config.threading.get_intra_op_parallelism_threads() == 1:
         tf.config.threading.set_inter_op_parallelism_threads(1)

@@ -10,22 +10,21 @@ data:
     ringdance data prepare criteo /data/criteo /data/clicks --table-size 10000000 --shards 64
     ringdance run -H node1:16,node2:16 python train_torch.py /data/clicks --checkpoints run1 --patience 3
 
-Start one rank per core. `ringdance run` gives each rank its own core. benchmarks/strategies, in a clone of
-the repository, compares this setup with others on your hosts.
+Start one rank per core. `ringdance run` gives each rank its own core. To compare this setup with others on
+your hosts, run benchmarks/strategies in a clone of the repository.
 
-The model (Guo et al., DeepFM, IJCAI 2017): each field in a row is an id, which selects a row of the embedding
-table, and a value, which scales it. The table's first column is the linear part. The other columns are used
-for the pairwise products and as the input of the layers. A step reads and updates only the table rows that
-occur in its batch.
+The model is DeepFM (Guo et al., IJCAI 2017). Each field in a row is an id, which selects a row of the
+embedding table, and a value, which scales it. The table's first column is the linear part. The other columns
+are used for the pairwise products and as the input of the layers. A step reads and updates only the table
+rows that occur in its batch.
 
-With --checkpoints, a run that was stopped or even killed continues if you run the same command again, even
-with a different number of ranks. No row is used twice in an epoch. Only rank 0 reads and writes the
-checkpoint directory, which also contains the model with the best AUC. If the table does not fit in one rank's
-memory, use --sharded.
+With --checkpoints, the same command resumes a run that was stopped or killed, even with a different number of
+ranks. No row is used twice in an epoch. Only rank 0 reads and writes the checkpoint directory, which also
+contains the model with the best AUC. If the table does not fit in one rank's memory, use --sharded.
 
-Ranks do not wait for rank 0: all of them take part in evaluations, and checkpoints are copied, then written
-in the background. The exception is the export, which runs on rank 0 only. hvd.pause_stall_check() suppresses
-stall warnings during the export.
+Ranks do not wait for rank 0, except during the export. All ranks take part in evaluations, and checkpoints
+are written in the background. Only rank 0 exports the model, within hvd.pause_stall_check() to suppress stall
+warnings on the other ranks.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ Array = np.ndarray[Any, Any]
 
 
 class Layers(nn.Module):
-    """The model's layers, without the embedding table."""
+    """DeepFM without the embedding table, whose rows are an input."""
 
     def __init__(self, fields: int, dim: int, hidden: list[int]) -> None:
         super().__init__()
@@ -64,11 +63,11 @@ class Layers(nn.Module):
         """Return logits, shape (n,).
 
         Args:
-            rows: Distinct table rows in the batch, shape (any, 1 + dim).
+            rows: The distinct table rows that occur in the batch, shape (m, 1 + dim).
             places: Index of each field's table row in ``rows``, shape (n, fields).
             values: Factor for each field's table row, shape (n, fields).
         """
-        where = places.flatten()  # select twice: slicing one large tensor would copy it
+        where = places.flatten()  # select twice, because slicing one result would copy it
         linear = rows[:, 0].index_select(0, where).view_as(values) * values
         factors = rows[:, 1:].index_select(0, where).view(*values.shape, -1) * values.unsqueeze(2)
         pairs = factors.sum(1).square() - factors.square().sum(1)
@@ -77,7 +76,7 @@ class Layers(nn.Module):
 
 
 class TorchTableModel(loop.TableModel):  # type: ignore[misc]
-    """The layers and the embedding table, with the steps that update them."""
+    """This rank's layers, embedding table and optimizers."""
 
     framework = "torch"
 
@@ -93,8 +92,8 @@ class TorchTableModel(loop.TableModel):  # type: ignore[misc]
         """Update the model with one batch. Returns the mean loss of this rank's rows.
 
         Each rank's loss is scaled by ``batch.weight``, so averaging the gradients over the ranks gives the
-        mean over all rows in the global batch, even if the batch is short or this rank has no rows. The
-        table's gradients are summed over these rows instead.
+        mean over all rows in the global batch, even if the batch is short or this rank has no rows.
+        The gradients of the embedding table are summed over these rows instead.
         """
         self.inner.param_groups[0]["lr"] = self.rate * rate
         looked_up, places = self.table.lookup(batch.ids)
@@ -115,7 +114,7 @@ class TorchTableModel(loop.TableModel):  # type: ignore[misc]
         return self.layers(*map(torch.as_tensor, arrays)).sigmoid().numpy()
 
     def state(self) -> dict[str, Array]:
-        """Return copies of the layers' weights and Adam's state."""
+        """Return copies of the layers' weights and of Adam's state."""
         return arrays_of(self.inner, layers=self.layers)
 
     def restore(self, state: dict[str, Array]) -> None:
@@ -123,7 +122,7 @@ class TorchTableModel(loop.TableModel):  # type: ignore[misc]
         restore(state, self.inner, layers=self.layers)
 
     def export_layers(self, directory: Path) -> None:
-        """Write the layers as a program that score.py runs without this file."""
+        """Write the layers as an exported program, which score.py can run without this file."""
         places = torch.zeros(2, self.fields, dtype=torch.int64)
         example = torch.zeros(3, self.table.columns), places, torch.zeros(2, self.fields)
         shapes = {0: torch.export.Dim("rows")}, {0: (n := torch.export.Dim("n"))}, {0: n}

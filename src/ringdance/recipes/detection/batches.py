@@ -16,12 +16,12 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class Part:
-    """A rank's share of the images in a step.
+    """One rank's share of the images in a step.
 
     Attributes:
-        numbers: Numbers of this rank's images. A rank without images gets another rank's image.
-        weight: Factor for this rank's mean loss: images * ranks / count. The average of the weighted losses
-            over all ranks is then the mean over all images in the step. 0 for a rank without images.
+        numbers: Numbers of this rank's images or, if it has none, of another rank's image with weight 0.
+        weight: Factor for this rank's mean loss: ``images * ranks / count``. With it, the average of the
+            losses over all ranks is the mean over all images in the step. It is 0 for a rank without images.
         position: Number of the epoch's images that all ranks together have used after this step.
         count: Total number of images in the step on all ranks.
     """
@@ -33,24 +33,24 @@ class Part:
 
 
 class EpochSteps:
-    """The steps of an epoch, as seen by one rank.
+    """Yields one rank's share of each step in an epoch.
 
-    Images are shuffled. Each batch takes images of the same orientation in the shuffled order, because
-    padding them to the size of the largest one then wastes little memory. The last batch of each orientation
-    may be short. Batches are assigned to ranks round-robin, so their sequence does not depend on the number
-    of ranks. A training run that resumes with another number of ranks therefore does not use any image twice.
+    Images are shuffled, and then grouped into batches of the same orientation, so that padding them to a
+    common size wastes little memory. The last batch of each orientation may be short. Batches are assigned to
+    ranks round-robin, so their sequence does not depend on the number of ranks. A training run that resumes
+    with a different number of ranks therefore does not use any image twice.
 
     Args:
         ratios: Aspect ratio (width / height) of each image.
         batch_size: Number of images per rank and step.
-        seed: Seed for shuffling.
+        seed: Random seed for shuffling.
         epoch: Epoch number. Each epoch has a different order.
         rank: This process's rank.
         size: Number of ranks.
-        done: Images of this epoch that have already been used: the ``position`` after an earlier step.
+        done: Number of images of this epoch that have already been used, such as a part's ``position``.
 
     Attributes:
-        end: Position after the last step.
+        end: ``position`` after the last step.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class EpochSteps:
         self.rank, self.size, self.end, self.done = rank, size, len(ratios), done
         waiting: dict[bool, list[int]] = {False: [], True: []}
         batches: list[list[int]] = []
-        # RandomState draws the same numbers in all versions of NumPy.
+        # The results of RandomState are the same in all versions of NumPy.
         for number in np.random.RandomState([seed, epoch]).permutation(len(ratios)).tolist():
             group = waiting[wide := bool(ratios[number] >= 1)]
             group.append(number)

@@ -19,24 +19,24 @@ from ringdance.data.images import decode
 from ringdance.errors import ArgumentError
 
 Array = np.ndarray[Any, Any]
-AHEAD = 2  # batches to decode ahead of the one used for training
-PREPARE = "`ringdance data prepare coco` finds and skips broken entries"
+AHEAD = 2  # number of batches to decode in advance
+PREPARE = "To leave out broken entries, run `ringdance data prepare coco`."
 
 
 class Coco:
-    """The images of a split, and the objects in them. Labels are the annotation file's category numbers.
+    """A split's images, and the objects in them, labeled with their category ids.
 
     Args:
-        directory: Directory with COCO's layout.
+        directory: Data set directory in COCO's layout.
         split: Name of the split, such as "train2017".
-        masks: If True, decode masks as well as boxes.
-        trained_on: If True, skip images without objects.
+        masks: If True, return objects with masks, and not only with boxes.
+        trained_on: If True, leave out images without objects.
     """
 
     def __init__(self, directory: Path, split: str, masks: bool, trained_on: bool) -> None:
         annotations = directory / "annotations" / f"instances_{split}.json"
         if not annotations.is_file():  # reading a FIFO could block forever
-            raise ArgumentError(f"{annotations} is not a regular file.")
+            raise ArgumentError(f"{annotations} does not exist or is not a regular file.")
         self.table = json.loads(annotations.read_bytes())
         self.kinds = {entry["id"]: entry.get("name") for entry in self.table["categories"]}
         objects: dict[int, list[Any]] = {}
@@ -47,7 +47,7 @@ class Coco:
                 objects.setdefault(item["image_id"], []).append(item)
         images = sorted(self.table["images"], key=lambda entry: int(entry["id"]))
         if len({entry["id"] for entry in images}) < len(images) or min(self.kinds) < 0:
-            raise ValueError("an image's id occurs twice, or a category's id is below 0")
+            raise ValueError("image ids must be unique, and category ids must not be negative")
         self.outlined = all(entry.get("segmentation") for entry in self.table["annotations"])
         self.images = [entry for entry in images if entry["id"] in objects or not trained_on]
         self.objects, self.masks, self.directory = objects, masks, directory / split
@@ -58,11 +58,11 @@ class Coco:
 
     @property
     def classes(self) -> int:
-        """Number of labels, including label 0 for the background."""
+        """Number of classes, including class 0, the background."""
         return 1 + max(one["id"] for one in self.table["categories"])
 
     def count_from_one(self) -> None:
-        """Add one to all category numbers. Needed if a category has number 0, which means background."""
+        """Add 1 to all category ids, for data in which a category has id 0, which means background here."""
         for entry in self.table["categories"]:
             entry["id"] += 1
         for entry in self.table["annotations"]:
@@ -80,7 +80,7 @@ class Coco:
                 raise ValueError(f"it has {width} x {height} pixels instead of {size}")
             outlines = [item["segmentation"] for item in objects] if self.masks else []
             masks = masks_of(outlines, height, width)
-        except Exception as error:  # decoders raise many different exceptions
+        except Exception as error:  # decoders raise many kinds of exceptions
             raise ArgumentError(f"{self._file(about)} cannot be used: {error}. {PREPARE}") from None
         boxes = torch.tensor([item["bbox"] for item in objects], dtype=torch.float32).reshape(-1, 4)
         boxes[:, 2:] += boxes[:, :2]
@@ -108,7 +108,7 @@ def masks_of(outlines: list[Any], height: int, width: int) -> Array:
 
 
 def ahead(tasks: Iterable[Any], load: Any, threads: int) -> Iterator[tuple[Any, list[Any]]]:
-    """Yield each task with its loaded ``numbers``. Threads call ``load`` for each number in advance."""
+    """Yield each task with the results of ``load`` for its ``numbers``. Threads load in advance."""
     waiting: deque[tuple[Any, list[Future[Any]]]] = deque()
     with ThreadPoolExecutor(threads) as pool:
         for task in tasks:
@@ -138,7 +138,7 @@ def results_of(number: int, seen: dict[str, Tensor]) -> list[dict[str, Any]]:
 def scores(table: dict[str, Any], results: list[Any], kinds: tuple[str, ...]) -> dict[str, float]:
     """Return COCO's average precision for boxes ("bbox AP", "bbox AP50") and masks ("segm ...")."""
     metrics: dict[str, float] = {}
-    # The metric interprets annotation id 0 to mean that an object was not detected.
+    # Number annotations from 1, because the metric takes a match with id 0 for an undetected object.
     objects = [{**annotation, "id": number} for number, annotation in enumerate(table["annotations"], 1)]
     truth = COCO({**table, "annotations": objects})
     detections = truth.loadRes(results)

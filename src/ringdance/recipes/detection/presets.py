@@ -1,8 +1,8 @@
 """Hyperparameters of published detection runs on COCO, each with its source and reported result.
 
 A preset's ``rate`` is the peak learning rate for its global batch, ``batch_size * devices``. For another
-batch size, the rate is scaled linearly. All presets work with both models. ``expected`` names the models
-that results were published for.
+batch size, the rate is scaled linearly. All presets work with both models. ``expected`` contains the
+published results and their models.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ IMAGES = 117_266
 
 @dataclass(frozen=True)
 class Preset:
-    """One set of hyperparameters.
+    """Hyperparameters of one training run.
 
     Attributes:
         batch_size: Number of images per device and step.
         devices: Number of devices in the published run.
         rate: Peak learning rate for the global batch.
         epochs: Number of epochs in the schedule.
-        warmup_steps: Steps during which the learning rate rises linearly.
+        warmup_steps: Number of steps during which the learning rate rises linearly.
         warmup_start: Learning rate in the first step, as a fraction of the peak.
-        source: Publication that the hyperparameters come from.
+        source: Publication with the hyperparameters.
         expected: Result that the source reports.
         milestones: Epochs at which the rate drops to a tenth. If empty, the rate decays to 0 along a cosine.
         optimizer: "sgd" (momentum 0.9) or "adamw".
         weight_decay: L2 penalty with SGD; decoupled weight decay with AdamW.
-        clip: Maximum global norm of the gradients. 0 means no limit.
+        clip: Maximum global norm of the gradients, or 0 for no limit.
         precision: "float32", "float16" (with loss scaling) or "bfloat16".
         image_size: Target length of an image's shorter side, in pixels.
         longest: Maximum length of the longer side, in pixels. Takes precedence over ``image_size``.
         flip: If True, flip each image with probability 1/2.
         backbone: A torchvision ResNet with a feature pyramid, such as "resnet50_fpn".
-        width: Channels in the pyramid and the mask head. The box head has four times as many.
+        width: Number of channels in the pyramid and the mask head. The box head has four times as many.
         anchor: Side of the smallest anchor, in pixels.
         regions: Number of regions per image on which the heads are trained.
     """
@@ -63,11 +63,11 @@ class Preset:
     regions: int = 512
 
     def overridden(self, given: argparse.Namespace) -> Preset:
-        """Return the preset with values from the command line, and dependent values scaled to match.
+        """Return a copy with overrides from the command line. Scales the values that depend on them.
 
-        An option overrides the field with the same name. The exception is --rate, which is not scaled. The
-        preset's own rate is scaled with the batch size, milestones with the epochs, and the longer side with
-        the shorter.
+        An option overrides the field with the same name, except --rate, which the caller applies. The
+        preset's rate is scaled with the batch size, its milestones with the epochs, and the longer side with
+        the shorter side.
         """
         names = {field.name for field in fields(self)} - {"rate"}
         values = {name: value for name, value in vars(given).items() if name in names and value is not None}
@@ -79,7 +79,7 @@ class Preset:
         return replace(self, rate=self.rate * larger_batch, milestones=milestones, **values)
 
     def rate_for(self, batch: int) -> float:
-        """Return the peak learning rate for a global batch of another size, by linear scaling."""
+        """Return the peak learning rate for the size of a global batch, by linear scaling."""
         return self.rate * batch / (self.batch_size * self.devices)
 
 
@@ -89,7 +89,7 @@ _TORCHVISION = "github.com/pytorch/vision, references/detection/README.md and tr
 
 
 def _gluoncv(devices: int, expected: str) -> Preset:
-    """Return a published MXNet run: one image per device, with a rate of 0.00125 per image."""
+    """Return GluonCV's published run for a number of devices, each with one image per step."""
     return Preset(
         batch_size=1, devices=devices, rate=0.00125 * devices, epochs=26, warmup_steps=1000,
         warmup_start=1 / 3, milestones=(17, 23), source=_GLUONCV, expected=expected,
@@ -100,11 +100,11 @@ def _mlperf(
     batch_size: int, devices: int, rate: float, warmup_steps: int, start: float, decays: tuple[int, int],
     epochs: int,
 ) -> Preset:
-    """Return one of MLPerf's reference convergence points.
+    """Return the hyperparameters of one of MLPerf's reference convergence points.
 
-    The rate drops to a tenth at the steps in ``decays``. The source gives global batch sizes but does not
-    state the precision, and its runs stop at the target accuracy. The schedule is one epoch longer than the
-    source's mean run.
+    The rate drops to a tenth at the steps in ``decays``. The source does not state the precision, which is
+    our choice. Its runs stop at the target accuracy. The schedule is one epoch longer than their
+    mean length.
     """
     milestones = [step * batch_size * devices / IMAGES for step in decays]
     return Preset(
@@ -123,12 +123,13 @@ PRESETS: dict[str, Preset] = {
         expected="Mask R-CNN, on the hundred photographs it was trained on: 0.75 box AP and 0.52 mask AP",
     ),
     "8xV100": _gluoncv(
-        8, "Faster R-CNN: 37.5 AP in 8h26 on a p3.16xlarge, 7h27 on a p3dn.24xlarge; Mask R-CNN: 10h28, "
-        "8h41, with 34.4 box AP and 31.3 mask AP (without Horovod 38.5 and 34.8)"
+        8, "Faster R-CNN: 37.5 AP, in 8h26 on a p3.16xlarge or 7h27 on a p3dn.24xlarge. Mask R-CNN: 10h28 "
+        "on a p3.16xlarge; 8h41 on a p3dn.24xlarge, with 34.4 box AP and 31.3 mask AP (without Horovod: 38.5 "
+        "and 34.8)"
     ),
     "24xV100": _gluoncv(
-        24, "Faster R-CNN: 37.4 AP in 4h58 on three p3.16xlarge, 3h37 on three p3dn.24xlarge; Mask R-CNN: "
-        "5h34, and 4h02 with 37.0 box AP and 33.4 mask AP"
+        24, "Faster R-CNN: 37.4 AP, in 4h58 on three p3.16xlarge or 3h37 on three p3dn.24xlarge. Mask R-CNN: "
+        "5h34 on three p3.16xlarge; 4h02 on three p3dn.24xlarge, with 37.0 box AP and 33.4 mask AP"
     ),
     "torchvision": Preset(
         batch_size=2, devices=8, rate=0.02, epochs=26, warmup_steps=1000, warmup_start=0.001,

@@ -9,25 +9,24 @@
 --data DIR must have COCO's layout: annotations in DIR/annotations/instances_train2017.json, the images in
 DIR/train2017, and the same for val2017.
 
-`presets.py` contains the presets: hyperparameters of published runs, with their results. Options override
-individual values. A preset's learning rate applies to its global batch. With another number of processes, the
-rate is scaled in proportion to the batch.
+`presets.py` contains the presets, which are hyperparameters of published runs with their results. Options
+override individual values. A preset's learning rate applies to its global batch. With a different number of
+processes, the rate is scaled in proportion to the batch.
 
 --backbone-weights FILE takes the state_dict() of a torchvision classifier, written by torch.save(). Weights
-from the resnet50 recipe also work, because its parameters have the same names. The backbone's normalization
-and its first two stages are then frozen. Without this option, the backbone uses GroupNorm, and all layers are
-trained. --weights FILE takes a complete detector, such as torchvision's own, to train it further or to
+from the resnet50 recipe also work, because its parameters have the same names. The backbone's normalization,
+its stem and its first stage are then frozen. Without this option, the backbone uses GroupNorm, and all layers
+are trained. --weights FILE takes a complete detector, such as torchvision's own, to train it further or to
 --evaluate it. For torchvision's detectors, add --norm frozen.
 
 If there are GPUs, each rank uses the GPU whose number is its local rank.
 
-Each batch contains either wide or tall images, and each image is used once per epoch. With --checkpoints, a
-run that was stopped or even killed continues if you run the same command again, even with a different number
-of processes.
+Each batch contains either wide or tall images, and each image is used once per epoch. With --checkpoints, the
+same command resumes a run that was stopped or killed, even with a different number of processes.
 
 Every --log-every steps, rank 0 prints the mean losses, the images per second in total and per rank, the share
-of time that training waited for images, the elapsed time including earlier runs, and the time left. If
---price-per-hour gives the price of all machines together, the cost is printed as well.
+of time that training waited for images, the elapsed time including earlier runs, and the time left. With
+--price-per-hour, the price of all machines together, it also prints the cost so far.
 
 After every --evaluate-every epochs, rank 0 prints COCO's average precision (AP, and AP50 at an overlap of
 0.5). Each image is evaluated by one rank. If there is no validation split, the training images are
@@ -65,7 +64,7 @@ try:
     from torchvision.ops import FrozenBatchNorm2d, MultiScaleRoIAlign
 except (ImportError, RuntimeError) as error:
     raise SystemExit(
-        f"the recipe needs torchvision (built for this torch) and faster-coco-eval: {error}. "
+        f"this script requires faster-coco-eval and a torchvision built for this torch: {error}. "
         "Install them with: pip install torchvision faster-coco-eval"
     ) from None
 
@@ -76,25 +75,25 @@ Array = np.ndarray[Any, Any]
 
 
 class Batches:
-    """This rank's batches, one epoch at a time. See ``EpochSteps``."""
+    """Yields this rank's batches of an epoch. See ``EpochSteps``."""
 
     def __init__(self, data: Coco, preset: Preset, seed: int, threads: int) -> None:
         self.data, self.preset, self.seed, self.threads = data, preset, seed, threads
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int, done: int = 0) -> None:
-        """Set the epoch, and the number of its images that have already been used."""
+        """Set the epoch, and how many of the epoch's images have already been used."""
         ratios, size = self.data.ratios, self.preset.batch_size
-        # The flips are the same on all ranks, and in a resumed run.
+        # Whether an image is flipped does not depend on the rank, so resumed runs use the same flips.
         self.flips = np.random.RandomState([self.seed, epoch, 1]).random_sample(len(ratios)) < 0.5
         self.plan = EpochSteps(ratios, size, self.seed, epoch, hvd.rank(), hvd.size(), done)
 
     def load(self, place: int) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return an image with this epoch's augmentation."""
+        """Return an image and its objects, with this epoch's augmentation."""
         return self.data.load(place, self.preset.flip and self.flips[place])
 
     def __iter__(self) -> Iterator[Batch]:
-        """Yield batches, with images and labels as lists."""
+        """Yield the remaining batches of the epoch. Images and labels have one element per image."""
         for part, loaded in ahead(self.plan, self.load, self.threads):
             images, objects = zip(*loaded, strict=True)
             used = np.array(part.numbers if part.weight else [-1])
@@ -114,7 +113,7 @@ def detector(name: str, preset: Preset, classes: int, norm: str, weights: str | 
     channels = [body.fc.in_features >> shift for shift in (3, 2, 1, 0)]
     stages = {f"layer{stage + 1}": level for stage, level in enumerate(levels)}
     backbone = BackboneWithFPN(body, stages, channels, width, norm_layer=None if norm == "frozen" else group)
-    # Settings tuned for 800-pixel images are scaled with the anchor size.
+    # torchvision's values are for images of 800 pixels. Scale them with the size of the anchors.
     scale = 7 * preset.anchor
     pooled = functools.partial(MultiScaleRoIAlign, levels, sampling_ratio=2, canonical_scale=scale)
     sizes = tuple((preset.anchor << level,) for level in range(5))
@@ -137,7 +136,7 @@ def detector(name: str, preset: Preset, classes: int, norm: str, weights: str | 
 
 
 def _body(backbone: str, norm: str, weights: str | None) -> Any:
-    """Build the ResNet. If its weights are loaded from a file, the first two stages are frozen."""
+    """Build the ResNet. With weights from a file, the stem and the first stage are frozen."""
     name = backbone.removesuffix("_fpn")
     names = [one for one in models.list_models(module=models) if "resne" in one]
     if name not in names or name == backbone:
@@ -153,14 +152,12 @@ def _body(backbone: str, norm: str, weights: str | None) -> Any:
 
 
 def group(channels: int) -> nn.Module:
-    """Return a GroupNorm layer, whose output does not depend on the other images in the batch."""
+    """Return a GroupNorm layer, which normalizes each image independently of the batch."""
     return nn.GroupNorm(min(32, channels // 4), channels)
 
 
-def load_weights(
-    model: nn.Module, file: str, option: str, is_head: Callable[[str], bool]
-) -> list[str]:
-    """Load a state dict, except for a head with a different shape. Returns the names of skipped parameters.
+def load_weights(model: nn.Module, file: str, option: str, is_head: Callable[[str], bool]) -> list[str]:
+    """Load a state dict, but skip a head with a different shape. Returns the names of skipped parameters.
 
     Raises:
         SystemExit: The file cannot be read, or contains another model.
@@ -168,13 +165,13 @@ def load_weights(
     try:
         return torch_state.load_weights(model, file, is_head)
     except (OSError, ValueError) as error:
-        hint = ". Weights with batch normalization need --norm frozen" if ".bn" in str(error) else ""
+        hint = ". Weights with batch normalization require --norm frozen" if ".bn" in str(error) else ""
         why = getattr(error, "strerror", None) or error
         raise SystemExit(f"{option} {file}: {why}{hint}") from None
 
 
 class DetectionModel:
-    """This rank's model, optimizer and loss scale. See Note [Models of recipes]."""
+    """This rank's model, optimizer and loss scaler. See Note [Models of recipes]."""
 
     framework = "torch"
 
@@ -197,7 +194,7 @@ class DetectionModel:
         self.sums: dict[str, Any] = {}
 
     def pixels(self, image: Tensor) -> Tensor:
-        """Copy an image to the device, and scale its values to the range 0 to 1."""
+        """Copy an image to the device, and scale the pixel values to the range 0 to 1."""
         return image.to(self.device, non_blocking=True).float() / 255
 
     def step(self, batch: Batch, rate: float) -> None:
@@ -215,12 +212,12 @@ class DetectionModel:
         self.scaler.unscale_(self.optimizer)
         if self.preset.clip:
             nn.utils.clip_grad_norm_(self.trained, self.preset.clip)
-        self.scaler.step(self.optimizer)  # float16: if a rank's gradients overflow, all skip this step
+        self.scaler.step(self.optimizer)  # in float16, all ranks skip the step if a gradient overflows
         self.scaler.update()
         self.optimizer.zero_grad()
 
     def figures(self) -> dict[str, float]:
-        """Return this rank's mean losses per image since the last call. Waits for the GPU."""
+        """Return this rank's mean losses per image since the last call. Synchronizes with the GPU."""
         sums, self.sums = {name: float(total) for name, total in self.sums.items()}, {}
         images = sums.pop("images")
         return {_TITLES[name]: total / images for name, total in sums.items()}
@@ -257,10 +254,10 @@ class DetectionModel:
         return f"{when}: {shares} of {found['count']:,} images"
 
     def average_statistics(self) -> None:
-        """Do nothing: none of the normalization layers updates running statistics."""
+        """Do nothing, because the normalization layers have no running statistics to update."""
 
     def state(self) -> dict[str, Array]:
-        """Return copies of everything that a checkpoint needs."""
+        """Return copies of the arrays for a checkpoint: model, optimizer and loss scaler."""
         return torch_state.arrays_of(self.inner, self.scaler, model=self.model)
 
     def restore(self, state: dict[str, Array]) -> None:
@@ -268,7 +265,7 @@ class DetectionModel:
         torch_state.restore(state, self.inner, self.scaler, model=self.model)
 
     def export(self, directory: Path) -> None:
-        """Write weights.pt, for --weights."""
+        """Write the state dict to weights.pt, which --weights can load."""
         torch.save(self.model.state_dict(), directory / "weights.pt")
 
 
@@ -282,30 +279,30 @@ _TITLES = {
 
 
 def options() -> Options:
-    """Return the parser for the command line."""
+    """Return the command-line parser."""
     made = Options(description=__doc__)
     add = made.add_argument
     add("--model", default="fasterrcnn", choices=("fasterrcnn", "maskrcnn"))
-    add("--data", type=Path, required=True, metavar="DIR", help="COCO's layout, or prepared (see above)")
+    add("--data", type=Path, required=True, metavar="DIR", help="data set in COCO's layout (see above)")
     add("--split", default="train2017", help="split to train on; default: train2017")
     text = "split to evaluate; default: val2017, or --split if DIR has no val2017"
     add("--validation-split", metavar="SPLIT", help=text)
-    add("--backbone", metavar="NAME", help="resnet50_fpn, or another torchvision ResNet")
+    add("--backbone", metavar="NAME", help="torchvision ResNet, such as resnet50_fpn")
     add("--backbone-weights", metavar="FILE", help="weights of a classifier (see above)")
-    add("--weights", metavar="FILE", help="weights of a detector; a head for other classes is not loaded")
+    add("--weights", metavar="FILE", help="weights of a detector, except a head of another size")
     text = "default: frozen with --backbone-weights, otherwise group"
     add("--norm", choices=("frozen", "group"), help=text)
     add("--width", type=count, metavar="CHANNELS", help="channels in the pyramid and the heads")
     add("--warmup-steps", type=number(int, 0), metavar="N", help="steps of linear warm-up")
-    add("--clip", type=amount, metavar="NORM", help="maximum norm of the gradient; 0: no limit")
-    add("--image-size", type=number(int, 32), metavar="PIXELS", help="target for the shorter side")
+    add("--clip", type=amount, metavar="NORM", help="maximum norm of the gradients; 0: no limit")
+    add("--image-size", type=number(int, 32), metavar="PIXELS", help="target length of the shorter side")
     add("--longest", type=count, metavar="PIXELS", help="limit for the longer side; default: in proportion")
     made.add_images(PRESETS, ("sgd", "adamw"))
     return made
 
 
 def splits(given: argparse.Namespace) -> tuple[Coco, Coco, str]:
-    """Open the splits to train on and to evaluate. Also returns the name of the evaluated split."""
+    """Open the splits for training and evaluation. Also returns the name of the evaluated split."""
     masks, checked = given.model == "maskrcnn", given.validation_split
     if not checked:
         has = (given.data / "annotations" / "instances_val2017.json").exists()
@@ -313,18 +310,18 @@ def splits(given: argparse.Namespace) -> tuple[Coco, Coco, str]:
     try:
         data, check = Coco(given.data, given.split, masks, True), Coco(given.data, checked, False, False)
         if masks and not (data.outlined and check.outlined):
-            raise ArgumentError("an annotation has no segmentation, which maskrcnn needs")
+            raise ArgumentError("an annotation has no segmentation, which --model maskrcnn requires")
         if other := {key for key in data.kinds.keys() & check.kinds if data.kinds[key] != check.kinds[key]}:
             raise ArgumentError(f"category {min(other)} has another name in {checked} than in {given.split}")
         if 0 in (*data.kinds, *check.kinds):
             data.count_from_one()
             check.count_from_one()
     except (OSError, ArgumentError) as error:
-        raise SystemExit(f"--data {given.data}: {error}. It must have COCO's layout: see --help") from None
-    except Exception as error:  # JSON with other contents raises many different exceptions
+        raise SystemExit(f"--data {given.data}: {error}. For the required layout, see --help.") from None
+    except Exception as error:  # unexpected JSON causes many kinds of exceptions
         raise SystemExit(f"--data {given.data}: annotations are malformed: {error!r}. {PREPARE}") from None
     if not len(data):
-        raise SystemExit(f"--data {given.data}: no image of {given.split} has an object")
+        raise SystemExit(f"--data {given.data}: the images of {given.split} have no objects.")
     return data, check, TRAINED_ON if checked == given.split else checked
 
 
@@ -339,7 +336,7 @@ def main() -> None:
     if torch.cuda.is_available():
         device = torch.device("cuda", hvd.local_rank() % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    torch.manual_seed(given.seed)  # equal weights on all ranks; reseeded below so that sampled regions differ
+    torch.manual_seed(given.seed)  # the same weights on all ranks; reseeded below so that sampling differs
     data, check, split = splits(given)
     model = DetectionModel(given, preset, max(data.classes, check.classes), device, check)
     if given.weights:
@@ -351,7 +348,7 @@ def main() -> None:
 
 
 def train(given: argparse.Namespace, preset: Preset, model: DetectionModel, data: Coco, split: str) -> None:
-    """Train from the newest checkpoint to the last epoch, or only evaluate. Then export the model."""
+    """Train, or only evaluate, starting from the newest checkpoint if there is one. Then export the model."""
     batches = Batches(data, preset, given.seed, given.threads)
     batch = preset.batch_size * hvd.size()
     same: dict[str, Any] = {
@@ -359,7 +356,7 @@ def train(given: argparse.Namespace, preset: Preset, model: DetectionModel, data
         "anchor": preset.anchor, "labels": max(data.classes, model.check.classes),
         "optimizer": preset.optimizer, "precision": preset.precision,
     }  # fmt: skip
-    if not given.evaluate:  # resuming within an epoch requires the same order
+    if not given.evaluate:  # a run can only resume within an epoch if the order is the same
         same |= {"images": len(data), "batch_size": preset.batch_size, "seed": given.seed}
     training = Training(
         given, model, same, "images", len(data), preset.epochs, split, f"{model.kinds[-1]} AP"

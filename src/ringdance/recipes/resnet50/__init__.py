@@ -1,1 +1,1 @@
-"""ResNet-50 on ImageNet, from synthetic data on a laptop to hundreds of devices."""
+"""Train ResNet-50 and other classifiers on ImageNet, other images or synthetic data."""

@@ -1,7 +1,7 @@
 """Hyperparameters of published ResNet-50 runs, each with its source and reported result.
 
-A preset's ``rate`` is the peak learning rate for its global batch, ``batch_size * devices``. For a different
-number of devices, the rate is scaled linearly (Goyal et al. 2017). See ``Preset.rate_for``.
+A preset's ``rate`` is the peak learning rate for its global batch, ``batch_size * devices``. For other
+sizes of the global batch, ``Preset.rate_for`` scales the rate linearly (Goyal et al. 2017).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 
 @dataclass(frozen=True)
 class Preset:
-    """One set of hyperparameters.
+    """Hyperparameters of one training run.
 
     Attributes:
         batch_size: Number of images per device and step.
@@ -21,14 +21,14 @@ class Preset:
         rate: Peak learning rate for the global batch.
         schedule: Schedule after the warm-up: "cosine", "step" (a drop to a tenth at each of
             ``milestones``) or "polynomial" (power 2).
-        warmup_epochs: Epochs during which the learning rate rises linearly.
-        warmup_start: Learning rate in the first step. 0 means the peak divided by the number of warm-up
+        warmup_epochs: Number of epochs during which the learning rate rises linearly.
+        warmup_start: Learning rate in the first step, or 0 for the peak divided by the number of warm-up
             steps.
         epochs: Number of epochs in the schedule, including the warm-up.
-        source: Publication that the hyperparameters come from.
+        source: Publication with the hyperparameters.
         expected: Result that the source reports.
         milestones: Epochs at which the schedule "step" reduces the learning rate.
-        label_smoothing: Fraction of the target probability that is spread over all classes.
+        label_smoothing: Fraction of the target probability to spread evenly over all classes.
         weight_decay: L2 penalty. Applies to weights only, not to biases or to the scales and offsets of
             normalization layers.
         momentum: SGD momentum as in PyTorch: ``v = momentum * v + g; w = w - rate * v``. In LARS, ``v``
@@ -57,13 +57,13 @@ class Preset:
     warmup_start: float = 0.0
 
     def rate_for(self, batch: int) -> float:
-        """Return the peak learning rate for a global batch of another size, by linear scaling."""
+        """Return the peak learning rate for the size of a global batch, by linear scaling."""
         return self.rate * batch / (self.batch_size * self.devices)
 
     def overridden(self, given: argparse.Namespace) -> Preset:
-        """Return the preset with values from the command line. Rate and milestones are scaled accordingly.
+        """Return a copy with overrides from the command line. Scales the rate and the milestones.
 
-        An option overrides the field with the same name. The exception is --rate, which is not scaled.
+        An option overrides the field with the same name, except --rate, which the caller applies.
         """
         names = {field.name for field in fields(self)} - {"rate"}
         values = {name: value for name, value in vars(given).items() if name in names and value is not None}
@@ -79,7 +79,7 @@ _MLPERF = "MLPerf reference convergence points, github.com/mlcommons/logging, tr
 
 
 def _goyal(devices: int, expected: str) -> Preset:
-    """Return a run of Goyal et al. 2017: 32 images per device, with a rate of 0.1 per 256 images."""
+    """Return a published run of Goyal et al. 2017 for a number of devices, each with 32 images per step."""
     return Preset(
         batch_size=32, devices=devices, optimizer="sgd", rate=0.1 * 32 * devices / 256, schedule="step",
         milestones=(30, 60, 80), warmup_epochs=5, warmup_start=0.1, epochs=90, label_smoothing=0.0,
@@ -91,11 +91,11 @@ def _mlperf(
     batch_size: int, devices: int, rate: float, warmup_epochs: int, epochs: int, weight_decay: float,
     converged: float, momentum: float = 0.9,
 ) -> Preset:
-    """Return one of MLPerf's reference convergence points.
+    """Return the hyperparameters of one of MLPerf's reference convergence points.
 
     ``batch_size`` is the source's number of images per batch normalization. The length of the schedule is the
-    source's number of decay steps. If the source's own runs took longer than that, the warm-up precedes the
-    decay steps. The source does not state label smoothing and precision: we use NVIDIA's 0.1, and bfloat16.
+    source's number of decay steps, plus the warm-up if the source's runs took longer than these steps. The
+    source states neither label smoothing nor precision, so NVIDIA's 0.1 and bfloat16 are used.
     """
     return Preset(
         batch_size=batch_size, devices=devices, optimizer="lars", rate=rate, schedule="polynomial",

@@ -1,4 +1,4 @@
-"""Code that train_torch.py and train_keras.py share: options, data, learning rate and the training run."""
+"""Code shared by train_torch.py and train_keras.py: options, data, learning rate and the training run."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from ringdance.recipes.training import TRAINED_ON, Position, Training
 
 
 def parser(manual: str) -> Options:
-    """Return a parser with the options that both scripts share. A script may add its own."""
+    """Return a parser with the options of both scripts. A script may add more."""
     made = Options(description=manual)
     add, share = made.add_argument, number(float, 0, 1)
-    add("--data", metavar="DIR", help="a data set that `ringdance data prepare` has written")
+    add("--data", metavar="DIR", help="data set written by `ringdance data prepare`")
     add("--synthetic", action="store_true", help="use random pixels instead of data")
     add("--synthetic-images", type=count, default=1_281_167, metavar="N", help="default: 1,281,167")
     add("--warmup-epochs", type=number(int, 0), metavar="N", help="epochs of linear warm-up")
     add("--accumulate", type=count, default=1, metavar="N", help="passes per step; default: 1")
-    add("--model", metavar="NAME", help="library classifier to train instead of our ResNet-50 (see above)")
-    add("--width", type=count, help="channels in the first stage of our ResNet-50; default: 64")
-    text = "start with the weights in FILE; a head for other classes is not loaded"
+    add("--model", metavar="NAME", help="classifier to train instead of the built-in ResNet-50 (see above)")
+    add("--width", type=count, help="channels in the first stage of the built-in ResNet-50; default: 64")
+    text = "start from the weights in FILE, except a head of another size"
     add("--weights", metavar="FILE", help=text)
     add("--image-size", type=count, metavar="PIXELS")
-    add("--label-smoothing", type=share, metavar="S", help="share of the target spread over all classes")
+    add("--label-smoothing", type=share, metavar="S", help="share of the target to spread over all classes")
     made.add_images(PRESETS, ("sgd", "lars"))
     return made
 
@@ -42,7 +42,7 @@ def read(made: Options) -> argparse.Namespace:
     if bool(given.data) == given.synthetic:
         made.error("either --data DIR or --synthetic is required, but not both")
     if given.model and given.width:
-        made.error(f"--width {given.width} is for our ResNet-50. Omit it or --model {given.model}.")
+        made.error(f"--width {given.width} is for the built-in ResNet-50. Omit it or --model {given.model}.")
     given.width = given.width or 64
     preset = PRESETS[given.preset].overridden(given)
     if preset.epochs < preset.warmup_epochs:
@@ -52,10 +52,10 @@ def read(made: Options) -> argparse.Namespace:
 
 
 def schedule_of(preset: Preset, given: argparse.Namespace, images: int, batch: int) -> hvd.Schedule:
-    """Return the learning rate schedule. ``images``: number per epoch. ``batch``: global batch size."""
+    """Return the learning rate schedule, given the images per epoch and the global batch size."""
     peak = preset.rate_for(batch) if given.rate is None else given.rate
-    # If the source does not specify a start rate, the first step uses one increment of the warm-up. Starting
-    # from 0 would waste that step.
+    # If the preset has no start rate, begin with one increment of the warm-up, because a first step with a
+    # rate of 0 would be wasted.
     start = preset.warmup_start or peak * batch / max(preset.warmup_epochs * images, batch)
     return hvd.Schedule(
         peak, preset.epochs, preset.schedule, preset.warmup_epochs, min(start, peak), preset.milestones
@@ -63,7 +63,7 @@ def schedule_of(preset: Preset, given: argparse.Namespace, images: int, batch: i
 
 
 def datasets(given: argparse.Namespace) -> tuple[Any, Any, str]:
-    """Open the data sets to train on and to evaluate. Also returns the name of the evaluated split."""
+    """Open the data sets for training and evaluation. Also returns the name of the evaluated split."""
     if given.synthetic:
         data: Any = Synthetic(given.synthetic_images)
         return data, data, TRAINED_ON
@@ -79,7 +79,7 @@ def datasets(given: argparse.Namespace) -> tuple[Any, Any, str]:
 def loaders(
     given: argparse.Namespace, preset: Preset, load: Callable[..., Any], data: Any, check: Any, **options: Any
 ) -> tuple[Any, Any]:
-    """Return the loaders for training and evaluation. ``load`` is the ``image_loader`` of a binding."""
+    """Return the loaders for training and evaluation. ``load`` is a framework's ``image_loader``."""
     options |= {"image_size": preset.image_size, "threads": given.threads, "seed": given.seed}
     size = preset.batch_size * given.accumulate
     loader = load(data, size, augment=preset.augment, shuffle=True, drop_last=True, **options)
@@ -87,7 +87,7 @@ def loaders(
 
 
 def ranks_of(count: int) -> tuple[int, ...]:
-    """Return the values of k for which top-k accuracy is meaningful with ``count`` classes."""
+    """Return the values of k for top-k accuracy: 1, and also 5 if there are more than 5 classes."""
     return (1, 5) if count > 5 else (1,)
 
 
@@ -99,14 +99,14 @@ def described(at: Position, found: dict[str, float]) -> str:
 
 
 def begin_with(given: argparse.Namespace, model: Any, classes: int) -> str:
-    """Load ``--weights`` on rank 0. Returns a message for the user, which names any skipped head weights."""
+    """Load ``--weights`` on rank 0. Returns a message for the user, which names skipped parameters."""
     file, fresh, problem = given.weights, list[str](), ""
     try:
         if hvd.rank() == 0:
             fresh = model.load_weights(file)
     except OSError as error:
         problem = f"--weights {file}: {error.strerror or error}"
-    except Exception as error:  # arbitrary files raise many different exceptions
+    except Exception as error:  # frameworks raise many kinds of exceptions
         problem = f"--weights {file}: not for this model: {error}".splitlines()[0]
     if fresh and given.evaluate:
         problem = f"--weights {file} cannot be evaluated, because its head is not for {classes} classes"
@@ -118,14 +118,13 @@ def begin_with(given: argparse.Namespace, model: Any, classes: int) -> str:
 
 
 def train(
-    given: argparse.Namespace, preset: Preset, model: Any, data: Any, loader: Any, split: str,
-    framework: str,
+    given: argparse.Namespace, preset: Preset, model: Any, data: Any, loader: Any, split: str, framework: str,
 ) -> None:
-    """Train from the newest checkpoint to the last epoch, or only evaluate. Then export the model.
+    """Train, or only evaluate, starting from the newest checkpoint if there is one. Then export the model.
 
     Args:
         given: Options from the command line.
-        preset: Preset, with values from the command line.
+        preset: The preset with overrides from the command line.
         model: This rank's model. See Note [Models of recipes]. It also needs ``step``, ``load_weights``, and
             ``equal``, which broadcasts rank 0's model.
         data: Data set to train on.
@@ -135,12 +134,12 @@ def train(
     """
     same = {"model": given.model or f"ResNet-50 of width {given.width}", "classes": len(data.classes)}
     same |= {"optimizer": preset.optimizer, "precision": preset.precision}
-    if model.framework == "keras":  # with accumulation, Keras optimizers have more variables
+    if model.framework == "keras":  # accumulation adds variables to the optimizer
         same["accumulate"] = given.accumulate
     if not given.evaluate:
         same |= {"images": len(data), "preset": given.preset, "seed": given.seed}
     if given.evaluate and given.checkpoints and not hvd.broadcast_object(Path(given.checkpoints).is_dir()):
-        raise SystemExit(f"--evaluate: the directory {given.checkpoints} does not exist")
+        raise SystemExit(f"--evaluate: the directory --checkpoints {given.checkpoints} does not exist")
     training = Training(given, model, same, "images", len(data), preset.epochs, split, "top1")
     batch = loader.plan.batch_size * hvd.size()
     epochs = f", {preset.epochs:g} epochs\npreset {given.preset} ({preset.source}): {preset.expected}"

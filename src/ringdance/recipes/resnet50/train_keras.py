@@ -7,26 +7,25 @@ Try it on a laptop without data first, then on data written by `ringdance data p
     ringdance run -np 8 python train_keras.py --preset 8xV100 --data /data/imagenet --checkpoints run1
     ringdance run -H node1:8,node2:8,node3:8,node4:8 python train_keras.py --preset 32 --data /data/imagenet
 
-`presets.py` contains the presets: hyperparameters of published runs, with their results. Options override
-individual values. A preset's learning rate applies to its global batch. With another number of processes, the
-rate is scaled in proportion to the batch.
+`presets.py` contains the presets, which are hyperparameters of published runs with their results. Options
+override individual values. A preset's learning rate applies to its global batch. With a different number of
+processes, the rate is scaled in proportion to the batch.
 
 By default, the script trains the ResNet-50 below. With --model NAME, it trains any classifier from
 keras.applications, such as MobileNetV2, using that model's preprocess_input. --weights FILE takes a file
 written by the model's save_weights() or save().
 
-If there are GPUs, each rank uses the GPU whose number is its local rank. KERAS_BACKEND selects tensorflow,
-torch or jax.
+KERAS_BACKEND selects tensorflow, torch or jax. With tensorflow and torch, if there are GPUs, each rank uses
+the GPU whose number is its local rank.
 
-With --checkpoints, a run that was stopped or even killed continues if you run the same command again, even
-with a different number of processes. Model, optimizer, epoch and the position in the epoch are read from the
-newest checkpoint, and no image is used twice in an epoch. Only rank 0 reads and writes the directory.
+With --checkpoints, the same command resumes a run that was stopped or killed, even with a different number of
+processes. Model, optimizer, epoch and the position in the epoch are read from the newest checkpoint, and no
+image is used twice in an epoch. Only rank 0 reads and writes the directory.
 
-Every --log-every steps, rank 0 prints a line with the following values. The mean loss (cross-entropy and,
-with SGD, the L2 term) and top-1 accuracy are over the (augmented) images used for training since the previous
-line. They are followed by the images per second in total and per rank, the share of time that training waited
-for images, the elapsed time including earlier runs, and the time left. If --price-per-hour gives the price of
-all machines together, the cost is printed as well.
+Every --log-every steps, rank 0 prints the mean loss (cross-entropy and, with SGD, the L2 term) and top-1
+accuracy over the (augmented) images used for training since the previous line, the images per second in total
+and per rank, the share of time that training waited for images, the elapsed time including earlier runs, and
+the time left. With --price-per-hour, the price of all machines together, it also prints the cost so far.
 
 After every --evaluate-every epochs, rank 0 prints top-1 and top-5 accuracy on the split `validation`. Each
 image is counted once. If this split does not exist, the training images are evaluated instead, and the output
@@ -48,7 +47,7 @@ from typing import Any
 import shared  # type: ignore[import-not-found]  # in this directory
 
 if __name__ == "__main__":
-    # Importing Keras takes several seconds. Handle --help and reject invalid options first.
+    # Handle --help and invalid options before importing Keras, which takes several seconds.
     shared.read(shared.parser(__doc__ or ""))
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
@@ -66,7 +65,7 @@ import ringdance.keras as hvd
 import ringdance.numpy
 from ringdance.data import Batch
 
-MEAN, DEVIATION = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)  # ImageNet's pixel statistics: R, G, B
+MEAN, DEVIATION = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)  # statistics of ImageNet's RGB values
 Array = np.ndarray[Any, Any]
 
 
@@ -74,9 +73,9 @@ Array = np.ndarray[Any, Any]
 
 
 def resnet50(classes: int, image_size: int, width: int = 64) -> Any:
-    """Build ResNet-50 v1.5, which has the stride in the 3x3 convolutions.
+    """Build ResNet-50 v1.5, in which the 3x3 convolutions are the strided ones.
 
-    The input is channels-last pixels from 0 to 255, and the output is logits.
+    The input consists of channels-last pixels from 0 to 255. The output consists of logits.
     """
     layers = keras.layers
 
@@ -113,7 +112,7 @@ def of_keras(name: str, classes: int, image_size: int) -> Any:
     """Build a classifier from keras.applications that takes pixels from 0 to 255 and returns logits."""
     known = [key for key, value in vars(keras.applications).items() if callable(value)]
     if name not in known:
-        raise SystemExit(f"--model {name} is not a keras.applications classifier. Use {', '.join(known)}.")
+        raise SystemExit(f"--model {name} is not a keras.applications model. Use one of {', '.join(known)}.")
     make = getattr(keras.applications, name)
     shape = (image_size, image_size, 3)
     try:
@@ -122,14 +121,14 @@ def of_keras(name: str, classes: int, image_size: int) -> Any:
         raise SystemExit(f"--model {name} does not take images of {image_size} pixels: {error}") from None
     for layer in body.layers:
         if isinstance(layer, keras.layers.BatchNormalization):
-            layer.momentum = 0.9  # PyTorch's value; with MobileNetV2's 0.999, short runs evaluate badly
+            layer.momentum = 0.9  # as in PyTorch, because MobileNetV2's 0.999 is too slow for short runs
     images = keras.Input(shape, dtype="uint8")
     pixels = sys.modules[make.__module__].preprocess_input(keras.ops.cast(images, "float32"))
     return keras.Model(images, keras.layers.Activation("linear", dtype="float32")(body(pixels)))
 
 
 def use_own_gpu() -> None:
-    """Hide all GPUs except the one numbered by the local rank. For JAX, this sets CUDA_VISIBLE_DEVICES."""
+    """Use the GPU whose number is the local rank. Does nothing with JAX."""
     if keras.backend.backend() == "tensorflow":
         import tensorflow as tf
 
@@ -165,7 +164,7 @@ class LARS(keras.optimizers.Optimizer):  # type: ignore[misc]
     def __init__(self, momentum: float, weight_decay: float, **options: Any) -> None:
         super().__init__(learning_rate=0.0, **options)
         self.momentum = momentum
-        self.decay = weight_decay  # not the base class's weight_decay, which is subtracted from the weights
+        self.decay = weight_decay  # not passed to the base class, whose weight decay is decoupled
 
     def build(self, variables: Any) -> None:
         """Create the velocity of each variable."""
@@ -174,11 +173,11 @@ class LARS(keras.optimizers.Optimizer):  # type: ignore[misc]
             self.velocities = [self.add_variable_from_reference(one, name="velocity") for one in variables]
 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
-        """Update one variable."""
+        """Update one variable and its velocity."""
         ops, velocity = keras.ops, self.velocities[self._get_variable_index(variable)]
         rate, gradient = ops.cast(learning_rate, variable.dtype), ops.cast(gradient, variable.dtype)
         if len(variable.shape) > 1:
-            # In float16, the squares would overflow.
+            # Compute norms in float32, because in float16 the squares could overflow.
             weights, slope = (
                 ops.sqrt(ops.sum(ops.square(ops.cast(tensor, "float32")))) for tensor in (variable, gradient)
             )
@@ -195,7 +194,7 @@ class LARS(keras.optimizers.Optimizer):  # type: ignore[misc]
 
 
 class KerasImageModel:
-    """This rank's compiled model, with the steps that update it."""
+    """This rank's compiled model. See Note [Models of recipes]."""
 
     framework, described = "keras", staticmethod(shared.described)
 
@@ -213,21 +212,20 @@ class KerasImageModel:
         else:
             optimizer = keras.optimizers.SGD(0.0, preset.momentum, **passes)
             for weights in self.model.trainable_variables:
-                if len(weights.shape) > 1:  # no decay for biases or normalization's scales and offsets
+                if len(weights.shape) > 1:  # exclude biases and normalization layers
                     weights.regularizer = keras.regularizers.L2(preset.weight_decay / 2)
         loss = keras.losses.CategoricalCrossentropy(from_logits=True, label_smoothing=preset.label_smoothing)
-        # float16: compile() adds loss scaling; if a rank's gradients overflow, all ranks skip that step.
+        # In float16, compile() adds loss scaling, and all ranks skip a step if a gradient overflows.
         self.model.compile(hvd.DistributedOptimizer(optimizer), loss, weighted_metrics=["accuracy"])
         self.model.optimizer.build(self.model.trainable_variables)
-        # All variables, including running averages of gradients, the loss scale and counters.
+        # The state for checkpoints, including the optimizer's slots, the loss scale and counters.
         self.variables = [*self.model.variables, *self.model.optimizer.variables]
 
     def step(self, batch: Batch, rate: float) -> None:
-        """Update the model with one batch, in one or more passes.
+        """Update the model with one batch, which is processed in one or more passes.
 
         With SGD, the momentum is corrected when the learning rate changes, so that updates match PyTorch's.
-        LARS needs no correction, because its velocity includes the learning rate of each step, as in the
-        paper.
+        LARS needs no correction, because its velocity includes the learning rate of each step.
 
         Gradients are averaged over passes and ranks. Sample weights make this average the mean over all
         samples in the global batch, even if the batch is short, or if a rank or a pass has no samples.
@@ -238,7 +236,7 @@ class KerasImageModel:
         targets = keras.utils.to_categorical(batch.labels, self.classes)
         for rows in np.array_split(np.arange(count), self.passes):
             weight = batch.weight * self.passes * len(rows) / count
-            rows = rows if len(rows) else np.arange(1)  # every rank must take part: one image, weight 0
+            rows = rows if len(rows) else np.arange(1)  # a rank without images uses one with weight 0
             weights = np.full(len(rows), weight, np.float32)
             self.last = self.model.train_on_batch(batch.images[rows], targets[rows], sample_weight=weights)
 
@@ -249,17 +247,17 @@ class KerasImageModel:
         return {"loss": loss, "top-1": right}
 
     def evaluate(self) -> dict[str, float]:
-        """Return the number of images on all ranks ("count"), and the top-1 and top-5 accuracy, 0 to 1."""
+        """Return the number of images on all ranks ("count"), and top-1 and top-5 accuracy from 0 to 1."""
         self.average_statistics()
         right = hvd.TopK(shared.ranks_of(self.classes))
         self.checks.set_epoch(0)
         for batch in self.checks:
-            if batch.weight:  # otherwise padding
+            if batch.weight:  # a batch of weight 0 is padding
                 right.add(self.model.predict_on_batch(batch.images), batch.labels)
         return right.result()
 
     def average_statistics(self) -> None:
-        """Average the running means and variances that each rank computes from its own images."""
+        """Average running means and variances over the ranks, which compute them from their own images."""
         statistics = [variable for variable in self.model.weights if "moving" in variable.path]
         values = [keras.ops.convert_to_numpy(variable.value) for variable in statistics]
         if values:
@@ -268,7 +266,7 @@ class KerasImageModel:
                 variable.assign(value)
 
     def state(self) -> dict[str, Array]:
-        """Return copies of everything that a checkpoint needs."""
+        """Return copies of the model's and the optimizer's variables, for a checkpoint."""
         return {f"v{number}": read_value(variable) for number, variable in enumerate(self.variables)}
 
     def restore(self, state: dict[str, Array]) -> None:
@@ -277,31 +275,31 @@ class KerasImageModel:
             variable.assign(state[f"v{number}"])
 
     def load_weights(self, file: str) -> list[str]:
-        """Load weights, except for a head with a different shape. Returns the names of skipped weights."""
+        """Load weights, but skip a head with a different shape. Returns the names of skipped weights."""
         body = self.body()
         before = {weights.path: read_value(weights) for weights in body.trainable_weights}
         try:
             body.load_weights(file)
             return []
-        except ValueError:  # the head may have a different number of classes
+        except ValueError:  # retry without layers whose shapes differ
             with warnings.catch_warnings(action="ignore"):
                 body.load_weights(file, skip_mismatch=True)
         same = [one for one in body.trainable_weights if np.array_equal(before[one.path], read_value(one))]
         head = [weights.path for weights in same if len(weights.shape) > 1]
         if len(head) != 1 or head[0] != [path for path, weights in before.items() if weights.ndim > 1][-1]:
-            raise ValueError(f"{len(head)} of its layers have different shapes")
+            raise ValueError(f"{len(head)} layers have different shapes, but only the head may differ")
         return head
 
     def body(self) -> Any:
-        """The model from keras.applications, or the ResNet-50 above."""
+        """Return the model from keras.applications, or the ResNet-50 above."""
         return next((layer for layer in self.model.layers if isinstance(layer, keras.Model)), self.model)
 
     def equal(self) -> None:
-        """Broadcast rank 0's model, so that it is the same on all ranks."""
+        """Broadcast rank 0's model to all other ranks."""
         hvd.broadcast_variables(self.variables, root_rank=0)
 
     def export(self, directory: Path) -> None:
-        """Write model.weights.h5, for --weights, and model.keras, for score.py."""
+        """Write model.weights.h5, which --weights can load, and model.keras for score.py."""
         self.body().save_weights(directory / "model.weights.h5")
         shares = keras.layers.Softmax(dtype="float32")(self.model.output)
         keras.Model(self.model.input, shares).save(directory / "model.keras")

@@ -7,9 +7,9 @@ Try it on a laptop without data first, then on data written by `ringdance data p
     ringdance run -np 8 python train_torch.py --preset 8xV100 --data /data/imagenet --checkpoints run1
     ringdance run -H node1:8,node2:8,node3:8,node4:8 python train_torch.py --preset 32 --data /data/imagenet
 
-`presets.py` contains the presets: hyperparameters of published runs, with their results. Options override
-individual values. A preset's learning rate applies to its global batch. With another number of processes, the
-rate is scaled in proportion to the batch.
+`presets.py` contains the presets, which are hyperparameters of published runs with their results. Options
+override individual values. A preset's learning rate applies to its global batch. With a different number of
+processes, the rate is scaled in proportion to the batch.
 
 By default, the script trains the ResNet-50 below, whose parameters have the same names as torchvision's
 resnet50. With --model NAME, it trains any torchvision classifier (if torchvision is installed), such as
@@ -18,15 +18,14 @@ without their auxiliary heads. --weights FILE takes a model's state_dict(), writ
 
 If there are GPUs, each rank uses the GPU whose number is its local rank.
 
-With --checkpoints, a run that was stopped or even killed continues if you run the same command again, even
-with a different number of processes. Model, optimizer, epoch and the position in the epoch are read from the
-newest checkpoint, and no image is used twice in an epoch. Only rank 0 reads and writes the directory.
+With --checkpoints, the same command resumes a run that was stopped or killed, even with a different number of
+processes. Model, optimizer, epoch and the position in the epoch are read from the newest checkpoint, and no
+image is used twice in an epoch. Only rank 0 reads and writes the directory.
 
-Every --log-every steps, rank 0 prints a line with the following values. The mean loss and top-1 accuracy are
-over the (augmented) images used for training since the previous line. They are followed by the images per
-second in total and per rank, the share of time that training waited for images, the elapsed time including
-earlier runs, and the time left. If --price-per-hour gives the price of all machines together, the cost is
-printed as well.
+Every --log-every steps, rank 0 prints the mean loss and top-1 accuracy over the (augmented) images used for
+training since the previous line, the images per second in total and per rank, the share of time that training
+waited for images, the elapsed time including earlier runs, and the time left. With --price-per-hour, the
+price of all machines together, it also prints the cost so far.
 
 After every --evaluate-every epochs, rank 0 prints top-1 and top-5 accuracy on the split `validation`. Each
 image is counted once. If this split does not exist, the training images are evaluated instead, and the output
@@ -54,7 +53,7 @@ import ringdance.torch as hvd
 from ringdance.data import Batch
 from ringdance.recipes import torch_state
 
-MEAN, DEVIATION = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)  # ImageNet's pixel statistics: R, G, B
+MEAN, DEVIATION = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)  # statistics of ImageNet's RGB values
 Array = np.ndarray[Any, Any]
 
 
@@ -62,12 +61,12 @@ Array = np.ndarray[Any, Any]
 
 
 def conv(before: int, after: int, kernel: int, stride: int = 1) -> nn.Conv2d:
-    """Return a convolution that is padded so that only its stride changes the image size."""
+    """Return a convolution whose padding keeps the image size, except for the stride."""
     return nn.Conv2d(before, after, kernel, stride, kernel // 2, bias=False)
 
 
 class Block(nn.Module):
-    """A bottleneck block: 1x1, 3x3 (with the stride, as in v1.5) and 1x1 convolutions, and a shortcut."""
+    """A bottleneck block of 1x1, 3x3 (with the stride, as in v1.5) and 1x1 convolutions, and a shortcut."""
 
     def __init__(self, channels: int, width: int, stride: int) -> None:
         super().__init__()
@@ -88,7 +87,7 @@ class Block(nn.Module):
 
 
 def resnet50(classes: int, width: int) -> nn.Module:
-    """Build ResNet-50 v1.5, which outputs logits. Its parameters have the same names as in torchvision."""
+    """Build ResNet-50 v1.5, which returns logits. Its parameters have the same names as in torchvision."""
     layers: OrderedDict[str, nn.Module] = OrderedDict(conv1=conv(3, width, 7, 2), bn1=nn.BatchNorm2d(width))
     layers |= OrderedDict(relu=nn.ReLU(inplace=True), maxpool=nn.MaxPool2d(3, 2, 1))
     channels = width
@@ -132,7 +131,7 @@ def of_torchvision(name: str, classes: int, size: int) -> tuple[nn.Module, Any, 
 
 
 class Classifier(nn.Module):
-    """The exported model: pixels in, probabilities out."""
+    """The exported model, which converts pixels to probabilities."""
 
     mean: Tensor
     deviation: Tensor
@@ -202,7 +201,7 @@ class LARS(torch.optim.Optimizer):
 
 
 class TorchImageModel:
-    """This rank's model, optimizer and loss scale, with the steps that update them."""
+    """This rank's model, optimizer and loss scaler. See Note [Models of recipes]."""
 
     framework, described = "torch", staticmethod(shared.described)
 
@@ -238,7 +237,7 @@ class TorchImageModel:
         return logits
 
     def step(self, batch: Batch, rate: float) -> None:
-        """Update the model with one batch, in one or more passes.
+        """Update the model with one batch, which is processed in one or more passes.
 
         Each rank's loss is scaled by ``batch.weight``, so averaging the gradients over the ranks gives the
         mean over all images in the global batch, even if the batch is short or this rank has no images.
@@ -256,36 +255,36 @@ class TorchImageModel:
             self.sums += torch.stack([loss.detach() * len(labels), right, right.new_tensor(len(labels))])
             scaled: Any = self.scaler.scale(loss * (batch.weight * len(labels) / count))
             scaled.backward()
-        self.scaler.step(self.optimizer)  # float16: if a rank's gradients overflow, all skip this step
+        self.scaler.step(self.optimizer)  # in float16, all ranks skip the step if a gradient overflows
         self.scaler.update()
         self.optimizer.zero_grad()
 
     def figures(self) -> dict[str, float]:
-        """Return this rank's mean loss and top-1 accuracy since the last call. Waits for the GPU."""
+        """Return this rank's mean loss and top-1 accuracy since the last call. Synchronizes with the GPU."""
         loss, right, count = self.sums.tolist()
         self.sums.zero_()
         return {"loss": loss / count, "top-1": right / count}
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
-        """Return the number of images on all ranks ("count"), and the top-1 and top-5 accuracy, 0 to 1."""
+        """Return the number of images on all ranks ("count"), and top-1 and top-5 accuracy from 0 to 1."""
         self.average_statistics()
         model, metric = self.model.eval(), hvd.TopK(shared.ranks_of(self.classes))
         self.checks.set_epoch(0)
         for batch in self.checks:
-            if batch.weight:  # otherwise padding
+            if batch.weight:  # a batch of weight 0 is padding
                 metric.add(self.forward(batch.images).float().cpu(), batch.labels.cpu())
         model.train()
         return metric.result()
 
     def average_statistics(self) -> None:
-        """Average the running means and variances that each rank computes from its own images."""
+        """Average running means and variances over the ranks, which compute them from their own images."""
         statistics = [buffer for buffer in self.model.buffers() if buffer.is_floating_point()]
         if statistics:
             hvd.grouped_allreduce_(statistics, name="statistics")
 
     def state(self) -> dict[str, Array]:
-        """Return copies of everything that a checkpoint needs."""
+        """Return copies of the arrays for a checkpoint: model, optimizer and loss scaler."""
         return torch_state.arrays_of(self.inner, self.scaler, model=self.model)
 
     def restore(self, state: dict[str, Array]) -> None:
@@ -293,16 +292,16 @@ class TorchImageModel:
         torch_state.restore(state, self.inner, self.scaler, model=self.model)
 
     def load_weights(self, file: str) -> list[str]:
-        """Load a state dict. Returns the names of the head's parameters that were not loaded."""
+        """Load a state dict, but skip a head of another shape. Returns the names of skipped parameters."""
         head = [*self.model.state_dict()][-1].rpartition(".")[0] + "."
         return torch_state.load_weights(self.model, file, lambda name: name.startswith(head))
 
     def equal(self) -> None:
-        """Broadcast rank 0's model, so that it is the same on all ranks."""
+        """Broadcast rank 0's model to all other ranks."""
         hvd.broadcast_parameters(self.model.state_dict(), root_rank=0)
 
     def export(self, directory: Path) -> None:
-        """Write weights.pt, for --weights, and program.pt2, which score.py runs without this file."""
+        """Write weights.pt, which --weights can load, and program.pt2 for score.py."""
         trained: Any = self.model
         model = trained.to("cpu", memory_format=torch.contiguous_format).eval()
         torch.save(model.state_dict(), directory / "weights.pt")
@@ -318,7 +317,7 @@ def main() -> None:
     options = shared.parser(__doc__ or "")
     given = shared.read(options)
     if not given.model and given.image_size is not None and given.image_size <= 32:
-        options.error(f"--image-size {given.image_size} is halved five times. Use 33 or more.")
+        options.error(f"--image-size {given.image_size} is too small for five halvings. Use 33 or more.")
     hvd.init()
     preset = PRESETS[given.preset].overridden(given)
     device = torch.device("cpu")

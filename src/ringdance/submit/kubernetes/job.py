@@ -18,7 +18,7 @@ Document = dict[str, Any]
 _LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _QUANTITY = r"\d+(\.\d+)?(m|[kMGTPE]|[KMGTPE]i)?"
 _SIZE: Any = {
-    "metavar": "SIZE", "pattern": _QUANTITY, "form": "not a Kubernetes quantity, such as 4, 500m or 16Gi",
+    "metavar": "SIZE", "pattern": _QUANTITY, "form": "must be a Kubernetes quantity, such as 4, 500m or 16Gi",
 }  # fmt: skip
 
 
@@ -60,8 +60,8 @@ def parse_volume(text: str) -> Volume:
             source, path = {}, ""
     if not path.startswith("/"):
         raise LaunchError(
-            f"--volume {text}: write pvc:CLAIM:/PATH, nfs:SERVER:/EXPORT:/PATH, host:/DIR:/PATH or "
-            "secret:NAME:/PATH. Append :ro to mount it read-only"
+            f"--volume {text}: expected pvc:CLAIM:/PATH, nfs:SERVER:/EXPORT:/PATH, host:/DIR:/PATH or "
+            "secret:NAME:/PATH. Append :ro to mount it read-only."
         )
     return Volume(source, path, read_only)
 
@@ -76,7 +76,7 @@ def _secrets(texts: Sequence[str]) -> dict[str, tuple[str, str]]:
     for name, text in pairs("--secret-env", texts).items():
         secret, slash, key = text.partition("/")
         if not (secret and slash and key):
-            raise LaunchError(f"--secret-env {name}={text}: write {name}=SECRET/KEY")
+            raise LaunchError(f"--secret-env {name}={text}: expected {name}=SECRET/KEY")
         keys[name] = secret, key
     return keys
 
@@ -144,13 +144,14 @@ class JobRequest:
         longest = f"{self.name}-worker-{self.workers - 1}"
         if not _LABEL.fullmatch(self.name) or len(longest) > 63:
             raise LaunchError(
-                f"--name {self.name}: must be a DNS label: lower-case letters, digits and '-', starting with "
-                f"a letter. The last worker's name, {longest!r}, may have at most 63 characters"
+                f"--name {self.name}: the name must be a DNS label, which starts with a letter and contains "
+                f"only lower-case letters, digits and '-'. The last worker's name, {longest!r}, may have at "
+                "most 63 characters"
             )
         if not self.image:
-            raise LaunchError("missing --image IMAGE")
+            raise LaunchError("missing --image IMAGE. Specify the container image that all pods use.")
         if not self.command:
-            raise LaunchError("missing COMMAND, for example: -- python train.py")
+            raise LaunchError("missing COMMAND. Example: -- python train.py")
         for name in (*self.env, *self.secret_env):
             if not (name.isidentifier() and name.isascii()):
                 raise LaunchError(f"{name!r} is not a valid name for an environment variable")

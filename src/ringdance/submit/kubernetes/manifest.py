@@ -17,7 +17,7 @@ USER = 1000
 SSH_DIRECTORY = "/home/mpiuser/.ssh"
 GPU = "nvidia.com/gpu"
 _KEPT_S = 7 * 86400  # how long a finished job and its log are kept
-_GRACE_S = 60  # longer than the launcher's --grace, after which the launcher still has to clean up
+_GRACE_S = 60  # longer than the launcher's --grace, to leave the launcher time to clean up
 _WAIT = "while grep -qs host.agent[.]main /proc/[0-9]*/cmdline; do sleep 1; done"
 UNTIL_RANKS_END = ["/bin/sh", "-c", _WAIT]
 """Command that delays SIGTERM in a deleted worker. SIGTERM would end ``sshd`` and all ranks immediately."""
@@ -33,7 +33,7 @@ def manifest(request: JobRequest) -> list[Document]:
     if request.kind == "MPIJob":
         return [_mpijob(request)]
     if request.mpi != "OpenMPI":
-        raise LaunchError(f"--mpi {request.mpi}: TrainJobs support OpenMPI only. Write an MPIJob instead")
+        raise LaunchError(f"--mpi {request.mpi}: TrainJobs support only OpenMPI. Create an MPIJob instead.")
     return [_runtime(request), _trainjob(request)]
 
 
@@ -58,7 +58,7 @@ def _mpijob(request: JobRequest) -> Document:
         "slotsPerWorker": request.slots_per_worker,
         "mpiImplementation": request.mpi,
         "sshAuthMountPath": SSH_DIRECTORY,
-        # Otherwise the launcher would fail a few times until the workers' host names can be resolved.
+        # Start the launcher last, because it fails until the host names of the workers can be resolved.
         "launcherCreationPolicy": "WaitForWorkersReady",
         "runPolicy": _given(policy),
         "mpiReplicaSpecs": {
@@ -153,7 +153,7 @@ def sshd(directory: str = SSH_DIRECTORY, port: int = SSH_PORT) -> list[str]:
         "StrictModes=no",  # the files of a mounted Secret belong to root and its group
         "PasswordAuthentication=no",
         "KbdInteractiveAuthentication=no",
-        "UsePAM=no",  # PAM needs root
+        "UsePAM=no",  # PAM requires root
         "PidFile=none",
     )
     return ["/usr/sbin/sshd", "-De", "-p", str(port), *(word for text in settings for word in ("-o", text))]

@@ -13,7 +13,7 @@ from ringdance.errors import LaunchError
 from ringdance.submit.sagemaker.job import NOT_UPLOADED, account_of
 
 _KEYS = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (and AWS_SESSION_TOKEN, if they came with one)"
-_FIXES = {  # keyed by a pattern for "<error type> <service's code>"; the first match applies
+_FIXES = {  # keys: patterns for "<error type> <error code>"; the first match applies
     "NoCredentials|PartialCredentials": f"Run `aws configure` or `aws sso login`, or {_KEYS}",
     "InvalidAccessKey|InvalidClientToken|UnrecognizedClient|SignatureDoesNotMatch|AuthFailure": (
         f"The keys are wrong: run `aws configure`, or {_KEYS}"
@@ -27,7 +27,7 @@ _ENDED = ("Completed", "Failed", "Stopped")
 
 
 def pack(files: str) -> bytes:
-    """Pack the contents of a directory, or a file, as a tar.gz with sorted names and without owners."""
+    """Pack a file or a directory's contents as a tar.gz archive, with sorted names and without owners."""
     buffer = io.BytesIO()
 
     def plain(item: tarfile.TarInfo) -> tarfile.TarInfo | None:
@@ -93,7 +93,7 @@ def role_arn(session: Any, role: str) -> str:
     except LaunchError as error:
         if _code(error.__cause__) not in ("AccessDenied", "NoSuchEntity"):
             raise
-        raise LaunchError(f"role {role!r}: {error}. Pass its ARN, arn:aws:iam::ACCOUNT:role/NAME") from None
+        raise LaunchError(f"role {role!r}: {error}. Pass its ARN, arn:aws:iam::ACCOUNT:role/NAME.") from None
 
 
 def make_bucket(s3: Any, bucket: str, region: str, account: str) -> None:

@@ -61,15 +61,11 @@ def _submit(arguments: argparse.Namespace) -> int:
     parameters = hyperparameters(arguments.arguments)
     for name, value in (*environment.items(), *parameters.items()):
         if is_secret(name, str(value)) and name not in arguments.plain:
-            raise LaunchError(f"{name} {KEPT_IN_CLEAR}. If it is not a secret, pass --plain {name}")
+            raise LaunchError(f"{name} {KEPT_IN_CLEAR}. If it is not a secret, pass --plain {name}.")
     inputs = {name: Input.parse(text) for name, text in pairs("--input", arguments.input).items()}
     estimator = from_arguments(
-        Estimator,
-        arguments,
-        entry_point=arguments.script,
-        hyperparameters=parameters,
-        environment=environment,
-        metric_definitions=metrics,
+        Estimator, arguments, entry_point=arguments.script, hyperparameters=parameters,
+        environment=environment, metric_definitions=metrics,
     )
     if arguments.dry_run:
         request = estimator.request(inputs, arguments.name)
@@ -97,7 +93,7 @@ def hyperparameters(words: Sequence[str]) -> dict[str, Any]:
             raise LaunchError(f"{word!r}: SageMaker passes script arguments only in the form --name value")
         if not equals:
             if not rest or rest[0].startswith("--"):
-                raise LaunchError(f"{word} has no value, but SageMaker requires one. Write {word} true")
+                raise LaunchError(f"{word} has no value, but SageMaker requires one. Write {word} true.")
             value = rest.pop(0)
         try:
             parameters[name[2:]] = json.loads(value)

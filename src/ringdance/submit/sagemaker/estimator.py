@@ -53,15 +53,15 @@ on one rank, use hvd.EmbeddingTable(..., sharded=True). In a clone of the
 repository, benchmarks/strategies measures both."""
 
 _NOT_LOCAL = (
-    "instance_type {where!r}: jobs run on SageMaker only. On this machine, start the script itself with its "
-    "arguments and the variables it reads (SM_CHANNEL_TRAIN, ...): ringdance run -np {ranks} python {script}"
+    "instance_type {where!r}: jobs run only on SageMaker. To train on this machine, set the variables that "
+    "the script reads (SM_CHANNEL_TRAIN, ...), and start it with ringdance run -np {ranks} python {script}"
 )
 _TAIL = (
     "aws logs tail /aws/sagemaker/TrainingJobs --log-stream-name-prefix {name}/ --follow --since 1d "
     "--region {region}"
 )
 _GPUS_UNKNOWN = (
-    "{type}: Ringdance does not know how many GPUs this instance type has. Pass processes_per_host "
+    "{type}: this instance type's number of GPUs is unknown. Pass processes_per_host "
     "(--processes-per-host), the number of ranks on each machine, usually one per GPU"
 )
 _NO_IMAGE = (
@@ -79,7 +79,7 @@ class Estimator(TrainingJob):
 
     Args:
         entry_point: Training script. A path within ``source_dir`` if that is set.
-        source_dir: Directory to upload, or ``s3://...tar.gz`` with its contents.
+        source_dir: Directory to upload, or the S3 URI of a tar.gz archive of its contents.
         processes_per_host: Number of ranks per machine, as in ``distribution``. Default: one per GPU, or 1
             without GPUs.
         hyperparameters: Arguments of the script, which receives them as ``--name value``.
@@ -114,7 +114,7 @@ class Estimator(TrainingJob):
     def _read_distribution(self) -> None:
         """Merge ``distribution`` with the arguments that are shorthand for its entries.
 
-        ``mpi`` stays None if they do not determine whether to use MPI.
+        ``mpi`` stays None if none of them determines whether to use MPI.
         """
         distribution = dict(self.distribution or {})
         mpi = dict(distribution.pop("mpi", None) or {})
@@ -129,7 +129,7 @@ class Estimator(TrainingJob):
         argument = self.processes_per_host
         ranks = mpi.get("processes_per_host", argument)
         if argument is not None and ranks not in (None, argument):
-            raise ArgumentError(f"processes_per_host is {argument}, but in `distribution` it is {ranks}")
+            raise ArgumentError(f"processes_per_host is {argument}, but distribution sets it to {ranks}")
         self.processes_per_host = argument if ranks is None else ranks
         self.mpi = mpi.get("enabled", True if mpi or argument or self.custom_mpi_options else None)
         self.custom_mpi_options, notes = mpi_options(mpi.get("custom_mpi_options") or self.custom_mpi_options)
@@ -159,27 +159,27 @@ class Estimator(TrainingJob):
             raise ArgumentError(f"entry_point {self.entry_point!r} does not exist in {where}")
         for name, example in _EXAMPLES.items():
             if not getattr(self, name):
-                raise ArgumentError(f"{name} is missing. Pass, for example, {example!r}")
+                raise ArgumentError(f"{name} is missing. Pass, for example, {example!r}.")
         if not self.instance_type.startswith("ml."):
             raise ArgumentError(f"instance_type {self.instance_type!r} must start with 'ml.'")
         for name in ("instance_count", "processes_per_host"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ArgumentError(f"{name} {getattr(self, name)}: must be at least 1")
+                raise ArgumentError(f"{name} is {getattr(self, name)}, but must be at least 1")
         if self.use_spot_instances:
             if self.max_wait is None or self.max_wait < self.max_run:
                 raise ArgumentError(
-                    f"spot instances need max_wait, the total time for waiting and running. It is "
-                    f"{self.max_wait} and must be at least max_run ({self.max_run} s)"
+                    f"max_wait ({self.max_wait} s) must be at least max_run ({self.max_run} s), because it "
+                    "covers both waiting for spot instances and running the job."
                 )
             if not self.checkpoint_s3_uri:
                 warnings.warn(
-                    "spot instances without checkpoint_s3_uri: an interrupted job starts from the beginning. "
-                    "Pass checkpoint_s3_uri, and let the script resume from /opt/ml/checkpoints",
+                    "checkpoint_s3_uri is not set, so an interrupted job on spot instances starts from the "
+                    "beginning. Set it, and let the script resume from /opt/ml/checkpoints.",
                     stacklevel=3,
                 )
         elif self.max_wait is not None:
             raise ArgumentError(
-                f"max_wait ({self.max_wait}) is for spot instances only. Also pass use_spot_instances=True"
+                f"max_wait ({self.max_wait}) applies only to spot instances. Pass use_spot_instances=True."
             )
         sent = [*(self.environment or {}).items(), *self.hyperparameters.items()]
         in_clear = [name for name, value in sent if is_secret(name, str(value))]
@@ -188,7 +188,7 @@ class Estimator(TrainingJob):
         for name in in_clear:
             warnings.warn(f"{name} {KEPT_IN_CLEAR}", stacklevel=3)
         if bool(self.subnets) != bool(self.security_group_ids):
-            raise ArgumentError("subnets and security_group_ids belong together. Pass both or neither")
+            raise ArgumentError("subnets and security_group_ids require each other. Pass both or neither.")
 
     def _new_name(self) -> str:
         return job_name(self.base_job_name or os.path.splitext(os.path.basename(self.entry_point))[0])
@@ -198,18 +198,18 @@ class Estimator(TrainingJob):
 
         Raises:
             ArgumentError: The inputs cannot be used, or the region is unknown.
-            LaunchError: ``code_location`` is not set, and the role is not an ARN, which names the account of
-                the default bucket. This method does not look up roles.
+            LaunchError: ``code_location`` is not set, and the default bucket's account is unknown, because
+                ``role`` is not an ARN. This method does not look up roles.
         """
         region, account = self._find_region(), account_of(self.role)
         bucket = f"sagemaker-{region}-{account}"
         if not (account or self.code_location):
-            raise LaunchError(f"role {self.role!r} is not an ARN. Pass arn:aws:iam::ACCOUNT:role/NAME")
+            raise LaunchError(f"role {self.role!r} is not an ARN. Pass arn:aws:iam::ACCOUNT:role/NAME.")
         if self.code_location:
             bucket = self.code_location.removeprefix("s3://").partition("/")[0]
         name = name or self._new_name()
         if not re.fullmatch("[a-zA-Z0-9](-*[a-zA-Z0-9]){0,62}", name):
-            raise ArgumentError(f"name {name!r}: the service accepts up to 63 letters, digits and '-'")
+            raise ArgumentError(f"{name!r} is not a valid job name of up to 63 letters, digits and '-'")
         return create_request(self, name, inputs, region, bucket)
 
     def _find_region(self) -> str:
@@ -217,7 +217,7 @@ class Estimator(TrainingJob):
         known = known or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
         region = known or self._session().region_name
         if not region:
-            raise ArgumentError("the AWS region is unknown. Pass region= (--region) or set AWS_REGION")
+            raise ArgumentError("the AWS region is unknown. Pass region= (--region) or set AWS_REGION.")
         return str(region)
 
     def _session(self) -> Any:

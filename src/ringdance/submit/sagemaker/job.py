@@ -1,4 +1,4 @@
-"""The description of a training job as plain data, and job names."""
+"""Training jobs as plain data, and names for them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _sent(key: str, default: Any = None) -> Any:
 
 @dataclass
 class TrainingJob:
-    """A script, its machines and its settings for the service. ``Estimator`` describes the fields."""
+    """A script, its machines and its SageMaker settings. ``Estimator`` describes the fields."""
 
     entry_point: str
     source_dir: str | None = option("directory to upload (default: only the script)", metavar="DIR")
@@ -51,7 +51,7 @@ class TrainingJob:
         "use spot instances; requires --max-wait", False, "--spot", key="EnableManagedSpotTraining"
     )
     max_wait: int | None = option(
-        "maximum time to wait and run", type=int, metavar="S", key="StoppingCondition.MaxWaitTimeInSeconds"
+        "limit for waiting and running", type=int, metavar="S", key="StoppingCondition.MaxWaitTimeInSeconds"
     )
     checkpoint_s3_uri: str | None = option(
         "S3 URI for /opt/ml/checkpoints", None, "--checkpoint", metavar="URI", key="CheckpointConfig.S3Uri"
@@ -75,12 +75,12 @@ class TrainingJob:
 
     @property
     def files(self) -> str:
-        """The script, or the directory that contains it."""
+        """Directory or S3 URI that contains the script, or the script itself."""
         return self.source_dir or self.entry_point
 
 
 def job_name(base: str) -> str:
-    """Build a job name from ``base`` and the current time: letters, digits and '-', at most 63 characters."""
+    """Build a job name of at most 63 letters, digits and '-' from ``base`` and the current time."""
     moment = datetime.now(UTC)
     stamp = moment.strftime("%Y-%m-%d-%H-%M-%S-") + f"{moment.microsecond // 1000:03d}"
     cleaned = re.sub(r"[^A-Za-z0-9]+", "-", base).strip("-") or "job"

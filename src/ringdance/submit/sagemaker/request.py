@@ -54,7 +54,7 @@ class Input:
 
     @classmethod
     def parse(cls, text: str) -> Input:
-        """Parse "URI,NAME=VALUE,...". The names are attributes of this class.
+        """Parse "URI,NAME=VALUE,...". Each name is an attribute of this class.
 
         Raises:
             ArgumentError: A name is unknown.
@@ -138,7 +138,7 @@ def create_request(job: TrainingJob, name: str, inputs: Inputs, region: str, buc
 
 
 def hyperparameters(job: TrainingJob, name: str, source: str, region: str) -> dict[str, Any]:
-    """Return the script's hyperparameters, and further ones that tell the container what to run."""
+    """Return the script's hyperparameters, and those that tell the container what to run."""
     parameters = dict(job.hyperparameters)
     if job.mpi is not None:
         parameters["sagemaker_mpi_enabled"] = job.mpi
@@ -161,7 +161,7 @@ def channels(inputs: Inputs, input_mode: str, workers: int) -> list[dict[str, An
     """Return the request's channels.
 
     Only one process can read a pipe. With several ``workers`` on a host, each therefore gets its own channel
-    ``<name>_<local rank>``. All have the same data, unless ``{worker}`` in the address selects a part.
+    ``<name>_<local rank>``. All have the same data, unless ``{worker}`` in the S3 URI selects a part.
 
     Raises:
         ArgumentError: The service would reject a channel.
@@ -176,7 +176,7 @@ def channels(inputs: Inputs, input_mode: str, workers: int) -> list[dict[str, An
             warnings.warn(
                 f"channel {name!r}: the {workers} workers on each host read the same rows in the same order, "
                 "so all of them compute the same gradient. Give each worker its own part of the data with "
-                "s3://.../{worker}/, where {worker} is the worker's number, or at least its own order with "
+                "s3://.../{worker}/, where {worker} is its local rank, or at least its own order with "
                 "shuffle_seed",
                 stacklevel=5,
             )
@@ -190,7 +190,7 @@ def channels(inputs: Inputs, input_mode: str, workers: int) -> list[dict[str, An
     if len(requested) > _MAX_CHANNELS:
         raise ArgumentError(
             f"the job has {len(requested)} channels, but SageMaker allows {_MAX_CHANNELS}. In Pipe mode, "
-            f"each of the {workers} workers on a host needs its own channel. Use FastFile mode instead"
+            f"each of the {workers} workers on a host needs its own channel. Use FastFile mode instead."
         )
     return requested
 
@@ -219,7 +219,7 @@ def mpi_options(text: str) -> tuple[str, list[str]]:
     if any(sign in text for sign in "'\""):
         # The toolkit splits the text at spaces and does not understand quotation marks.
         raise ArgumentError(f"custom_mpi_options {shown_text(text)!r}: quotes are not supported here. "
-                            "Use `environment` to set values that contain spaces")  # fmt: skip
+                            "Use `environment` to set values that contain spaces.")  # fmt: skip
     notes: list[str] = []
 
     def as_variable(found: re.Match[str]) -> str:

@@ -29,8 +29,7 @@ def image_dataset(loader: ImageBatches) -> Any:
     """Return a loader's batches as a ``tf.data.Dataset``. Each iteration yields the rest of the epoch.
 
     Each element consists of images (n, size, size, 3) as uint8, labels (n,) as int64, and weights (n,) as
-    float32.
-    All weights in a batch are equal to ``Batch.weight``. Keras uses them as sample weights.
+    float32. All weights in a batch are equal to ``Batch.weight``. Keras uses them as sample weights.
 
     Args:
         loader: A loader from ``image_loader``. Call its ``set_epoch`` before each iteration.

@@ -13,7 +13,7 @@ from ringdance.training.sharding import Shard, check_plan, total_of
 
 Dataset: Any = tf.data.Dataset
 index_shuffle = tf.random.experimental.index_shuffle
-_BLOCK = 4096  # Number of rows that are shuffled at a time.
+_BLOCK = 4096  # Number of rows to shuffle at a time.
 
 
 @plain
@@ -21,7 +21,7 @@ def shard(
     data: Any, *, ends: str, shuffle: bool | int = False, seed: int = 0, layout: str = "strided",
     process_set: ProcessSet = global_process_set,
 ) -> Dataset:
-    """Return this rank's share of a data set, as a ``tf.data.Dataset`` of single samples.
+    """Return this rank's share of a dataset, as a ``tf.data.Dataset`` of single samples.
 
     Args:
         data: A ``tf.data.Dataset`` with the same elements in the same order on all ranks, or any structure of
@@ -31,27 +31,30 @@ def shard(
             A number sets the size of the shuffle buffer. The elements are shuffled once before they are
             divided, so each rank keeps its share. See Note [Shuffled shares].
         seed: Seed for shuffling, the same on all ranks.
-        layout: "strided" or "contiguous" (only if the number of elements is known).
+        layout: "strided" or "contiguous". The latter requires a known number of elements.
         process_set: The ranks among which samples are divided. All of them must call this function.
 
     Raises:
-        ArgumentError: An argument is wrong, or "drop" would leave no samples.
+        ArgumentError: An argument is invalid, or "drop" would leave no samples.
         MismatchError: The ranks passed different arguments. Raised on all ranks.
     """
     if not isinstance(data, tf.data.Dataset):
         tensors = tf.nest.map_structure(tf.convert_to_tensor, data)
         rows = {int(tensor.shape[0]) if tensor.shape.rank else -1 for tensor in tf.nest.flatten(tensors)}
         if len(rows) != 1 or -1 in rows:
-            raise ArgumentError(f"shard(): tensors need the same number of rows. Received {sorted(rows)}.")
+            raise ArgumentError(
+                "shard(): all tensors must have the same number of rows, but their row counts are "
+                f"{sorted(rows)} (-1 for a scalar)."
+            )
         own = _shard(tf.data.Dataset.range(rows.pop()), ends, bool(shuffle), seed, layout, process_set, True)
         return own.map(lambda number: tf.nest.map_structure(lambda array: tf.gather(array, number), tensors))
     return _shard(data, ends, shuffle, seed, layout, process_set)
 
 
 # Note [Shuffled shares]
-# tf.data counts the iterators of a data set and draws a different order for each. If the order in which
+# tf.data counts the iterators over a dataset and draws a different order for each. If the order in which
 # elements are divided depended on this count, a rank that had looked at its first batch or called adapt()
-# would use the order of a different epoch, and samples would be silently missed. Therefore, the elements are
+# would use the order of a different epoch, and samples would be silently skipped. Therefore, the elements are
 # divided in an order that never changes, and each rank shuffles its own share in each iteration.
 
 
@@ -80,8 +83,9 @@ def _shard(
     count = int(data.cardinality())
     if count < 0 and (shuffle is True or layout != "strided"):
         raise ArgumentError(
-            "shuffle=True and layout='contiguous' need a known number of elements. Pass a buffer size as "
-            "shuffle, use layout='strided', or apply tf.data.experimental.assert_cardinality first."
+            "shuffle=True and layout='contiguous' require a dataset with a known number of elements. "
+            "Apply tf.data.experimental.assert_cardinality first. If the number is unknown, use "
+            "layout='strided' and, to shuffle, pass a buffer size as shuffle."
         )
     same = {
         "ends": ends, "layout": layout, "the number of elements": count, "shuffle": shuffle,
@@ -104,28 +108,29 @@ def _shard(
     if shuffle and not rows:
         result = result.shuffle(-(-buffer // size), seed)
     options = tf.data.Options()
-    options.deterministic = True  # If the ranks had different orders, samples would be missed.
+    options.deterministic = True  # Otherwise, the ranks' orders might differ.
     return result.with_options(options)
 
 
 def check_order(data: Any, size: int) -> None:
-    """Raise ArgumentError if the data set was shuffled without a seed, so that the ranks' orders differ."""
+    """Raise ArgumentError if the dataset was shuffled without a seed, so that the ranks' orders differ."""
     if size > 1 and hasattr(data, "_seed") and tf.get_static_value(data._seed + data._seed2) == 0:
         raise ArgumentError(
-            "shard(): the data set was shuffled without a seed, so the ranks' orders differ and samples "
-            "would be missed. Pass a seed to shuffle(), shuffle=False to list_files(), or call shard() first."
+            "shard(): the dataset was shuffled without a seed, so the ranks' orders differ and some samples "
+            "would be skipped. Pass a seed to shuffle(), pass shuffle=False to list_files(), or call shard() "
+            "before shuffling."
         )
     for source in data._inputs():
         check_order(source, size)
 
 
-# Note [Padding]: A script may shuffle a data set before it is divided. Each iterator then draws a different
+# Note [Padding]: A script may shuffle a dataset before it is divided. Each iterator then draws a different
 # order, which depends on the number of earlier iterators. Therefore, padding must not create an iterator
 # only on some ranks, or only when an epoch is read to its end.
 
 
 def _by_number(data: Dataset, plan: Shard, first: Dataset) -> Dataset:
-    """Return this rank's share of a data set of known length. ``first`` provides elements for padding."""
+    """Return this rank's share of a dataset of known length. ``first`` provides elements for padding."""
     total = total_of(plan.length, plan.size, plan.ends)
     if total > plan.length:  # choose_from_datasets creates all iterators up front. See Note [Padding].
         padding = first.take(total - plan.length).repeat()
@@ -138,7 +143,7 @@ def _by_number(data: Dataset, plan: Shard, first: Dataset) -> Dataset:
 
 
 def _in_rounds(data: Dataset, ends: str, rank: int, size: int, first: Dataset) -> Dataset:
-    """Return this rank's share of a data set of unknown length: one of every ``size`` elements.
+    """Return this rank's share of a dataset of unknown length: one of every ``size`` elements.
 
     ``first`` provides elements for padding.
     """
@@ -153,9 +158,9 @@ def _in_rounds(data: Dataset, ends: str, rank: int, size: int, first: Dataset) -
 
 
 def _in_memory(data: Dataset) -> Dataset:
-    """Return an in-memory copy of a small data set or, in a graph, ``data`` itself.
+    """Return an in-memory copy of a small dataset or, in a graph, ``data`` itself.
 
-    Iterating over the copy does not create an iterator of ``data``. See Note [Padding].
+    Iterating over the copy does not create an iterator over ``data``. See Note [Padding].
     """
     if not tf.executing_eagerly():
         return data

@@ -19,7 +19,7 @@ Status = Tensor = OpBuilder = KernelBuilder = Construction = OpContext = c_void_
 Code = DataType = Int = c_int
 Bool, Int64, Size, Text, Pointer = c_bool, c_int64, c_size_t, c_char_p, c_void_p
 
-# For each function, the result type, followed by the argument types.
+# The result type of each function, followed by its argument types.
 _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "TF_NewStatus": (Status,),
     "TF_DeleteStatus": (None, Status),

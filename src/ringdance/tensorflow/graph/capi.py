@@ -35,7 +35,9 @@ _NUMBERS = {dtype: number for number, dtype in _DTYPES.items()}
 def _dtype(number: int) -> np.dtype[Any]:
     if number not in _DTYPES:
         name = tf.as_dtype(number).name
-        raise ArgumentError(f"Elements of type {name} cannot be exchanged. Use numbers or booleans.")
+        raise ArgumentError(
+            f"Tensors of type {name} cannot be exchanged. Convert them to a numeric or boolean dtype."
+        )
     return _DTYPES[number]
 
 
@@ -49,12 +51,12 @@ def drop(tensor: int | c_void_p) -> None:
 
 
 class Slot:
-    """What is known about a kernel's input before the graph runs.
+    """Static shape and dtype of a kernel's input.
 
     Args:
         index: Index of the input, and of the output with the same shape and dtype.
-        number: TensorFlow's number for the input's dtype.
-        shape: The complete shape, or None if it is not known before run time.
+        number: TensorFlow's enum value for the input's dtype.
+        shape: The static shape, or None if it is not fully known before run time.
     """
 
     __slots__ = ("candidate", "dims", "kind", "nbytes")
@@ -106,7 +108,7 @@ class Context:
         return views
 
     def in_place(self, slots: Sequence[Slot]) -> tuple[list[Array], list[Array], list[int | c_void_p]]:
-        """Allocate an output with the shape and dtype of each input, in the input's memory if possible.
+        """Allocate an output with the shape and dtype of each input, reusing the input's memory if possible.
 
         This runs for hundreds of gradients in each step, so it makes as few C calls per tensor as possible.
 
@@ -136,9 +138,7 @@ class Context:
                 finally:
                     drop(handle)  # While this reference exists, the output cannot use the input's memory.
                 dims = slot.dims if known else (c_int64 * view.ndim)(*view.shape)
-                tensor = forward(
-                    pointer, slot.candidate, 1, index, dims, len(dims), to_used, status
-                )
+                tensor = forward(pointer, slot.candidate, 1, index, dims, len(dims), to_used, status)
                 if tensor is None:
                     self._check()
                 kept.append(tensor)
@@ -185,7 +185,7 @@ class Context:
         self._check()
 
 
-# For each number set by ``set_number``, the output's memory and the function to call when it is released.
+# Maps each number from ``set_number`` to the output's memory and the function to call on release.
 _numbers_in_use: dict[int, tuple[Array, Callable[[int], None]]] = {}
 
 
@@ -198,7 +198,7 @@ def _on_free(data: int, length: int, number: int) -> None:
 _freed = ctypes.CFUNCTYPE(None, c_void_p, c_size_t, c_void_p)(_on_free)
 _CREATE = ctypes.CFUNCTYPE(c_void_p, c_void_p)
 _COMPUTE = ctypes.CFUNCTYPE(None, c_void_p, c_void_p)
-_callbacks: list[Any] = []  # Keeps alive the functions that TensorFlow may call at any time.
+_callbacks: list[Any] = []  # References to functions that TensorFlow may call at any time.
 
 
 def _text_of(construction: int) -> bytes:
@@ -284,4 +284,4 @@ def register(
     code, message = lib.TF_GetCode(status), lib.TF_Message(status)
     lib.TF_DeleteStatus(status)
     if code:
-        raise ImportError(f"TensorFlow {tf.__version__} does not accept {name}: {message.decode()}")
+        raise ImportError(f"TensorFlow {tf.__version__} cannot register operation {name}: {message.decode()}")

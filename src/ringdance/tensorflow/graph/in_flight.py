@@ -1,11 +1,11 @@
 """Exchanges that a graph has started but not yet waited for.
 
 Note [Failed runs]: Any operation of a graph may fail after some exchanges have started. Then no operation
-waits for these exchanges. They cannot be withdrawn, because other ranks may know about them. Therefore, they
-are executed, their memory is kept until they are complete, and a later run waits for them before it makes the
-same call. Calls of the same group that have not started are refused, so that the runs of the other ranks also
-fail. Otherwise, gradients of a later run on this rank would be reduced with gradients of an earlier run on
-other ranks.
+waits for these exchanges. They cannot be cancelled, because other ranks may already have agreed to execute
+them. Therefore, they are executed, their memory is kept until they are complete, and a later run waits for
+them before it makes the same call. Calls of the same group that have not started are refused, so that the
+runs of the other ranks also fail. Otherwise, gradients of a later run on this rank would be reduced with
+gradients of an earlier run on other ranks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,13 @@ _FAILED = "the run of its graph failed before it reached the call. See that rank
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """Calls that one operation waits for: those not yet started, and the numbers of the started calls."""
+    """Calls for which one operation waits.
+
+    Attributes:
+        engine: The engine.
+        calls: Calls that have not started yet.
+        numbers: Numbers of the calls that have started.
+    """
 
     engine: Engine
     calls: set[Call]
@@ -55,7 +61,7 @@ def begin(engine: Engine, call: Call, others: Sequence[Call]) -> Group:
 
     Args:
         engine: The engine.
-        call: The call.
+        call: The call that is about to start.
         others: The other calls of the group if this is its first call, otherwise empty.
     """
     for leftover in list(_leftover):
@@ -87,7 +93,10 @@ def take(number: int) -> InFlight:
 
 
 def on_freed(number: int) -> None:
-    """Release a group that no operation can wait for any more. See Note [Failed runs]."""
+    """Release the group of a call whose number was freed, so that no operation can wait for the group.
+
+    See Note [Failed runs].
+    """
     first = _started.get(number)
     if first is None:
         return

@@ -1,4 +1,4 @@
-"""Graph operations: collective calls, and numbers that are not known before run time.
+"""Graph operations for collective calls, and for numbers that are not known before run time.
 
 ``RingdanceCall`` waits for its result. ``RingdanceStart`` submits a reduction and outputs the memory for its
 result. ``RingdanceWait`` waits for several reductions, whose results may be read only by operations that
@@ -133,7 +133,7 @@ def _start(prepared: tuple[Call, list[Slot], list[Call]], context: Context) -> N
     """Submit a call. The outputs are the memory for the results, and a number for ``_wait``."""
     (call, slots, others), engine = prepared, session.engine()
     number = in_flight.add(_submit(call, slots, others, engine, context, _overlaps(engine)))
-    if others:  # The first call of its group: freeing its number releases the whole group.
+    if others:  # This is the first call of a group, so freeing its number releases the whole group.
         context.set_number(len(slots), number, in_flight.on_freed)
     else:
         context.set_output(len(slots), np.array(number, np.int64))

@@ -33,7 +33,7 @@ _LESS = {
     "rows": "prepare files that need no parsing (`ringdance data prepare criteo ... --format rows`)",
     "samples": "compute whatever is the same in every epoch once, before training, and store it",
 }
-_TAIL = 30  # number of output lines to show from a failed run
+_TAIL = 30  # number of a failed run's last output lines to show
 
 _INPUT = """\
 Three runs measure for --seconds each: the loader alone (its batches are read and discarded), the step alone,
@@ -60,16 +60,16 @@ class Speed:
     """The measured speed of one run: the loader alone, the training step alone, or both.
 
     Attributes:
-        unit: What the loader's samples are called: images, rows or samples.
+        unit: Plural noun for the loader's samples: images, rows or samples.
         samples_per_second: Total speed if every rank were as slow as the slowest rank.
-        noise: Half the width of the 95% confidence interval of the speed, as a share of the speed.
+        noise: Half-width of the 95% confidence interval of the speed, as a fraction of the speed.
         slowest: The slowest rank.
         behind: How much slower the slowest rank is than the average rank, as a share of the average speed.
         cores: Number of cores used by the slowest rank, including its data loader processes.
         cores_of_mean: Mean number of cores used per rank.
         usable: Number of cores available to the slowest rank.
         host_busy: CPU utilization of the slowest rank's host, including all programs.
-        by_others: Share of the CPU time on the same host that is used by programs other than the ranks.
+        by_others: Share of the CPU time on the slowest rank's host that programs other than the ranks use.
     """
 
     unit: str
@@ -90,7 +90,7 @@ class Speed:
 
     @classmethod
     def of(cls, rows: Sequence[Mapping[str, Any]]) -> Speed:
-        """Combine the measurements of one run from all ranks."""
+        """Combine all ranks' measurements of one run."""
         speeds = [row["samples"] / row["seconds"] for row in rows]
         least, mean = min(speeds), fmean(speeds)
         slowest = speeds.index(least)
@@ -114,8 +114,8 @@ def judge(speeds: Mapping[str, Speed]) -> Limit:
     alone = speeds["loader"]
     pace = f"{alone.unit}/s"
     all_three = (
-        f"the loader alone gives {loader:,.1f} {pace}, the step alone takes {step:,.1f}, and both together "
-        f"reach {both:,.1f}"
+        f"the loader alone delivers {loader:,.1f} {pace}, the step alone processes {step:,.1f}, and both "
+        f"together reach {both:,.1f}"
     )
     taken = max((speed.by_others for speed in speeds.values() if speed.host_busy >= BUSY), default=0.0)
     disturbed = taken >= TAKEN
@@ -130,7 +130,7 @@ def judge(speeds: Mapping[str, Speed]) -> Limit:
             "Measure again while nothing else is running on the hosts.",
         )
     noise, other = (hypot(speeds[part].noise, speeds["step"].noise) for part in ("both", "loader"))
-    fast = step / (step + loader) < LITTLE  # even without overlap, loading takes hardly any time
+    fast = step / (step + loader) < LITTLE  # loading takes hardly any time, even if it does not overlap
     if (noise >= max(LITTLE, 1 - both / step) and not fast) or (slow and other >= 1 - loader / step):
         return Limit(
             "unclear", f"The speeds differ by less than their noise, {max(noise, other):.0%}: {all_three}.",
@@ -139,10 +139,10 @@ def judge(speeds: Mapping[str, Speed]) -> Limit:
     if both >= step * (1 - (max(LITTLE, noise) if fast else LITTLE)):
         return Limit(
             "step",
-            f"The input is not the limit: the loader waits for the step, which takes {step:,.1f} {pace}. "
-            f"The loader can deliver {loader:,.1f}, which is {loader / step:.1f} times as many.",
+            f"The input is not the limit: the loader waits for the step, which processes {step:,.1f} {pace}. "
+            f"The loader alone can deliver {loader:,.1f}, which is {loader / step:.1f} times as many.",
             "Make the step faster (a larger batch, 16-bit floating point, more ranks: `ringdance report` "
-            "shows what limits it), or leave the input as it is if the speed is fine.",
+            "shows what limits it). If the speed is sufficient, nothing needs to change.",
         )
     if slow:
         return Limit(
@@ -154,11 +154,11 @@ def judge(speeds: Mapping[str, Speed]) -> Limit:
 
 
 def _competing(speeds: Mapping[str, Speed], all_three: str) -> Limit:
-    """Return what limits training if loader and step are each fast enough alone, but not together.
+    """Return what limits training if the loader and the step are each fast enough alone, but not together.
 
     Args:
         speeds: Speeds of the three runs.
-        all_three: Text that states these speeds.
+        all_three: Text that states all three speeds.
     """
     less = _LESS[speeds["loader"].unit]
     loader, step, both = (speeds[part].samples_per_second for part in PARTS)
@@ -174,8 +174,8 @@ def _competing(speeds: Mapping[str, Speed], all_three: str) -> Limit:
         "cores",
         f"Loader and step compete for the cores: {all_three}. Without the loader's work, training would be "
         f"{step / both:.1f} times as fast.",
-        f"Give the loader less work: {less}. Or give each rank more cores. Also try fewer threads for the "
-        "loader (threads=, num_workers=).",
+        f"Give the loader less work: {less}. Alternatively, give each rank more cores, or use fewer threads "
+        "for the loader (threads=, num_workers=).",
     )
 
 
@@ -240,25 +240,29 @@ def measure(part: str, words: Sequence[str], seconds: float) -> Speed:
                 if row["text"].startswith(INPUT_MARK):
                     speed = Speed.of(json.loads(row["text"].removeprefix(INPUT_MARK)))
                     continue
-            except (ValueError, KeyError, TypeError):  # not a JSON record: the launcher wrote this line
+            except (ValueError, KeyError, TypeError):  # not JSON, because the launcher wrote this line
                 pass
             last.append(text)
     if speed is None or process.returncode:
         why = f"failed with exit code {process.returncode}" if process.returncode else (
-            "ended before it was measured. Make sure that it trains long enough (more epochs), that its "
+            "ended before the measurement was complete. Make sure that it trains for enough epochs, that its "
             "loader is one of Ringdance's or wrapped by hvd.watch_input(loader), and that its main thread "
             "iterates over the loader."
         )  # fmt: skip
         shown = "".join(last) or "(none)\n"
         raise CommandError(
-            f"the run with {PARTS[part]} {why}\nIts last output:\n{shown.rstrip()}", process.returncode or 2
+            f"the run with {PARTS[part]} {why}\nLast lines of its output:\n{shown.rstrip()}",
+            process.returncode or 2,
         )
     return speed
 
 
 def _input(arguments: argparse.Namespace) -> int:
     if not arguments.words:
-        raise CommandError("the command is missing. Pass it: ringdance bench input -np 2 -- python train.py")
+        raise CommandError(
+            "the training command is missing. Pass it after --, as in: "
+            "ringdance bench input -np 2 -- python train.py"
+        )
     options = ["-np", str(arguments.np)] if arguments.np else []
     if hosts := hosts_of(arguments):
         options += ["-H", hosts_text(hosts)]
@@ -282,16 +286,16 @@ def _add_input(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     text = "number of ranks (default: the hosts' slots, or 1)"
     add("-np", "-n", type=rank_count, metavar="N", help=text)
-    add_host_options(parser, "hosts and their slots (default: 1)")
-    add("-x", action="append", default=[], metavar="NAME[=VALUE]", help="set a variable on all ranks")
+    add_host_options(parser, "hosts and their slots (default: 1 slot per host)")
+    add("-x", action="append", default=[], metavar="NAME[=VALUE]", help="environment variable for all ranks")
     text = "seconds to measure in each run, after a warm-up (default: 8)"
     add("--seconds", type=number, default=8.0, metavar="S", help=text)
     add("--json", action="store_true", help="print JSON")
-    add("words", nargs=argparse.REMAINDER, metavar="-- CMD", help="the command and its arguments")
+    add("words", nargs=argparse.REMAINDER, metavar="-- CMD", help="training command and its arguments")
 
 
 def main(argv: Sequence[str]) -> int:
     """Run ``ringdance bench`` with the arguments ``argv``. Returns the exit code."""
-    text = "measure whether the loader or the step limits training"
+    text = "find out whether the loader or the training step limits training"
     known = {"input": Subcommand(_input, text, _add_input, _INPUT), "train": TRAIN}
     return subcommands.run("ringdance bench", "Measure training with short runs.", known, argv)

@@ -1,4 +1,4 @@
-"""Time the training steps of ``ringdance bench train``, also without exchanges and with other libraries."""
+"""Time training steps for ``ringdance bench train``, with and without exchanges, and with other libraries."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Made(NamedTuple):
     Attributes:
         steps: Step function for each contestant. A call runs one training step and returns the loss.
         sizes: Name and size in bytes of each gradient, in forward order.
-        ready: Measures when each gradient becomes ready. None if the framework cannot report this.
+        ready: Measures when each gradient becomes ready, or None if the framework cannot report this.
         exchange: Takes gradient sizes in bytes, and returns a step function that only averages gradients of
             these sizes, all in a single group.
         gpu: True if the rank has a GPU.
@@ -57,7 +57,7 @@ def batch_of(given: Mapping[str, Any], rank: int) -> tuple[Any, Any]:
 
 
 def measure(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Train on synthetic samples, switching to the next contestant after each block of steps.
+    """Train on synthetic samples. The contestants take turns, each for a block of steps.
 
     Args:
         given: Values of the options ``model``, ``framework``, ``batch``, ``image``, ``dtype``, ``against``,
@@ -102,7 +102,7 @@ def measure(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _block(step: Step, count: int) -> tuple[float, float]:
-    """Run ``count`` steps, starting with all ranks together. Return the mean step time and the last loss."""
+    """Run ``count`` steps after a barrier. Return the mean step time in seconds and the last loss."""
     ringdance.numpy.barrier()
     began = time.perf_counter()
     for _ in range(count):

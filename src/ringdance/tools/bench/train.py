@@ -81,7 +81,7 @@ def _in_ranks(given: Mapping[str, Any]) -> Any:
 
 
 def sizes(text: str) -> list[int]:
-    """Parse a list of rank counts, such as "1,2,4". Returns them in ascending order and always includes 1."""
+    """Parse a list of rank counts, such as "1,2,4". The result is sorted and always includes 1."""
     return sorted({1, *counts(text)})
 
 
@@ -90,35 +90,37 @@ def check(given: argparse.Namespace) -> None:
     has = FRAMEWORKS[given.framework]
     if given.model not in has:
         others = [name for name, models in FRAMEWORKS.items() if given.model in models]
-        where = f". Use --framework {others[0]}, which has it" if others else ""
-        raise CommandError(f"--model {given.model}: {given.framework} only has {', '.join(has)}{where}")
+        where = f". Use --framework {others[0]} for this model" if others else ""
+        raise CommandError(
+            f"--model {given.model} is not available for {given.framework}, which has {', '.join(has)}{where}"
+        )
     needed = _NEEDS.get(given.framework, [given.framework])
     if missing := [name for name in needed if find_spec(name) is None]:
         what = ", ".join(missing)
-        raise CommandError(f"--framework {given.framework} needs {what}. Install: {pip_install(*missing)}")
+        raise CommandError(f"--framework {given.framework} needs {what}. Run: {pip_install(*missing)}")
     if given.against and given.framework != "torch":
-        raise CommandError(f"--against {given.against} works with --framework torch, not {given.framework}")
+        raise CommandError(f"--against {given.against} needs --framework torch, not {given.framework}")
     least = MODELS[given.model].least
     if given.image is not None and given.image < least:
-        raise CommandError(f"--image {given.image}: {given.model} needs at least {least} pixels")
+        raise CommandError(f"--image {given.image} is too small: {given.model} needs at least {least} pixels")
     if given.output:
         check_regular(given.output)
         if given.output.suffix != ".json" or not given.output.parent.is_dir() or given.output.is_dir():
-            what = "pass a file name that ends with .json, in an existing directory"
-            raise CommandError(f"--output {given.output}: {what}")
+            what = "is not valid. Pass a file name that ends with .json, in an existing directory"
+            raise CommandError(f"--output {given.output} {what}")
 
 
 def figures(
     found: Sequence[Mapping[str, Any]], batch: int, threads: int, one: float | None = None
 ) -> dict[str, Any]:
-    """Return the entry in the JSON file that describes the measurements with one number of ranks.
+    """Return the JSON file's entry for the measurements with one rank count.
 
     Args:
         found: Results of ``ringdance.tools.bench.measure.measure``, by rank. Each block is timed by its
             slowest rank.
         batch: Samples per rank and step.
         threads: Threads per rank.
-        one: Samples per second measured on a single rank. None if this entry describes a single rank.
+        one: Samples per second measured on a single rank, or None if this entry describes a single rank.
     """
     first, ranks = found[0], len(found)
     blocks = {
@@ -133,7 +135,7 @@ def figures(
         "ranks": ranks, "hosts": len({rank["host"] for rank in found}), "cores": first["cores"],
         "threads": threads, "ranks_per_host": max(rank["local_size"] for rank in found),
         "gpus": sum(rank["gpu"] for rank in found), "images_per_second": speed,
-        "noise": 1.96 * 1.25 * spread(several) / len(several) ** 0.5 / own,  # half of the 95% interval
+        "noise": 1.96 * 1.25 * spread(several) / len(several) ** 0.5 / own,  # half-width of the 95% interval
         "others": max(_others(found, host) for host in {rank["host"] for rank in found}),
         "step_seconds": seconds, "exposed_share": max(0.0, 1 - alone / own), "single_steps": first["single"],
         "efficiency": speed / ranks / (one or speed),
@@ -146,13 +148,13 @@ def figures(
 
 
 def _others(found: Sequence[Mapping[str, Any]], host: str) -> float:
-    """Return the share of a host's cores that is used by programs other than the measured ranks."""
+    """Return the fraction of a host's cores used by programs other than the measured ranks."""
     here = [rank for rank in found if rank["host"] == host]
     return max(0.0, here[0]["busy"] - sum(rank["used"] for rank in here) / here[0]["cores"])
 
 
 def table(content: Mapping[str, Any]) -> list[dict[str, float]]:
-    """Return one row per number of ranks, with values by column name. Other libraries' columns come last."""
+    """Return one row per rank count, with values by column name. Other libraries' columns come last."""
     return [
         {name: size[name] for name in ("ranks", "hosts", "images_per_second", "noise")}
         | {"speed_up": size["efficiency"] * size["ranks"], "efficiency": size["efficiency"]}
@@ -227,15 +229,15 @@ def _train(given: argparse.Namespace) -> int:
         content["sizes"].append(figures(measurements, options["batch"], threads, one))
     print(f"\n{text(table(content), model.unit)}")
     if (taken := max(size["others"] for size in content["sizes"])) >= TAKEN:
-        print(f"Other programs used up to {taken:.0%} of a host's cores and slowed this down. Measure again "
-              "while\nnothing else is running.")  # fmt: skip
+        print(f"Other programs used up to {taken:.0%} of a host's cores and slowed down the measurement.\n"
+              "Measure again while nothing else is running.")  # fmt: skip
     if given.output:
         _write(given.output, content)
     return 0
 
 
 def _threads(largest: JobSpec) -> int:
-    """Return the threads per rank: OMP_NUM_THREADS if set, otherwise derived from a host's cores."""
+    """Return the number of threads per rank: OMP_NUM_THREADS if set, otherwise based on a host's cores."""
     prepared = prepare(largest)
     prepared.close()
     if prepared.plan.threads:
@@ -244,7 +246,7 @@ def _threads(largest: JobSpec) -> int:
     first = text.partition(",")[0]
     if not first.isdecimal() or int(first) < 1:
         raise CommandError(
-            f"OMP_NUM_THREADS={text!r} is not a number of threads (1 or more). Run: unset OMP_NUM_THREADS"
+            f"OMP_NUM_THREADS={text!r} is invalid: expected a positive integer. Run: unset OMP_NUM_THREADS"
         )
     return int(first)
 
@@ -261,19 +263,19 @@ def _add(parser: argparse.ArgumentParser) -> None:
     add("--model", required=True, metavar="M", choices=MODELS, help=f"one of: {', '.join(MODELS)}")
     names = ", ".join(FRAMEWORKS)
     add("--framework", default="torch", metavar="F", choices=FRAMEWORKS, help=f"{names} (default: torch)")
-    text = "numbers of ranks, such as 1,2,4; always includes 1 (default: 1,2)"
+    text = "rank counts to measure, such as 1,2,4; 1 is always included (default: 1,2)"
     add("--np", "-np", type=sizes, default=[1, 2], metavar="N,N", help=text)
     add_host_options(parser, "hosts and their slots, which are filled in this order")
     text = "also measure PyTorch's DistributedDataParallel in the same run"
     add("--against", choices=("ddp",), help=text)
     add("--batch", type=positive, metavar="N", help="samples per rank and step (default: the model's)")
     add("--steps", type=positive, default=30, metavar="N", help="steps to measure (default: 30)")
-    text = "warm-up steps for each contestant (default: 5)"
+    text = "warm-up steps before the measurement (default: 5)"
     add("--warmup", type=positive, default=5, metavar="N", help=text)
-    add("--image", type=positive, metavar="N", help="side of an image in pixels, or words per text")
+    add("--image", type=positive, metavar="N", help="image size in pixels, or words per text")
     text = "data type of the computation; weights and gradients are float32 (default: float32)"
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help=text)
-    add("--output", type=Path, metavar="FILE.json", help="write the results, and a plot as FILE.svg")
+    add("--output", type=Path, metavar="FILE.json", help="write the results, and a plot to FILE.svg")
 
 
-TRAIN = Subcommand(_train, "measure how training steps scale over ranks", _add, _HELP)
+TRAIN = Subcommand(_train, "measure how training scales with the number of ranks", _add, _HELP)

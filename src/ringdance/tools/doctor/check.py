@@ -32,9 +32,9 @@ class Usage:
     """How the user intends to use the hosts.
 
     Attributes:
-        slots: Number of ranks by host name. Empty if unknown.
+        slots: Number of ranks by host name, or {} if unknown.
         directories: Directories to which logs and checkpoints will be written.
-        hosts: Names of all hosts. Empty if only this machine is checked.
+        hosts: Names of all hosts, or empty if only this machine is checked.
         cwd: Directory in which the command will run.
     """
 
@@ -50,7 +50,7 @@ class Finding:
 
     Attributes:
         text: Sentence that states the finding. It names hosts only if the check compares hosts.
-        fix: One line that says how to fix the problem. Empty if nothing is wrong.
+        fix: One line that says how to fix the problem, or "" if nothing is wrong.
         severity: If set, overrides the severity of the check.
         hosts: Hosts that the finding applies to, if the check compares hosts. Empty means all hosts.
     """
@@ -67,7 +67,7 @@ class HostFacts:
 
     Attributes:
         facts: Facts by the name of the probe.
-        slots: Number of ranks on this host. 0 if unknown.
+        slots: Number of ranks on this host, or 0 if unknown.
     """
 
     facts: Facts
@@ -96,7 +96,7 @@ class Check:
         description: What is checked and why it matters.
         judge: Function that returns the findings. Takes a ``HostFacts``, or a mapping of host names to
             ``HostFacts`` if ``compares`` is True.
-        needs: Names of the probes whose facts ``judge`` reads. Default: the probe with the name of the area.
+        needs: Names of the probes whose facts ``judge`` reads. Default: the probe named after the area.
         compares: If True, the check compares hosts and is skipped if there is only one.
     """
 
@@ -114,7 +114,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Result:
-    """The outcome of one check on one or more hosts.
+    """The result of one check on one or more hosts.
 
     Attributes:
         check: Name of the check.
@@ -165,11 +165,7 @@ class _Formatter(string.Formatter):
 
 
 def limit(
-    text: str,
-    wrong: Callable[[HostFacts], Any],
-    fix: str,
-    *,
-    problem: str = "",
+    text: str, wrong: Callable[[HostFacts], Any], fix: str, *, problem: str = "",
     applies: Callable[[HostFacts], Any] = lambda host: True,
 ) -> Callable[[HostFacts], Finding | None]:
     """Build a ``judge`` function that tests a condition on one host.
@@ -181,7 +177,7 @@ def limit(
         wrong: Returns True if the fact is a problem on the host.
         fix: One line that says how to fix the problem.
         problem: Sentence to use instead of ``text`` if there is a problem. Default: ``text``.
-        applies: Returns False if the check does not apply to the host.
+        applies: Returns False if the check does not apply to the host. Default: always True.
     """
 
     def judge(host: HostFacts) -> Finding | None:
@@ -219,7 +215,7 @@ def outliers(values: Mapping[str, str], fix: str, what: str = "") -> Iterator[Fi
     Args:
         values: Values by host. If several values are equally common, the first counts as the most common.
         fix: One line that says how to resolve a difference.
-        what: Name of the value. In the findings, it is written before the value.
+        what: Name of the value, which precedes the value in the findings.
     """
     counts = Counter(values.values())
     common = max(counts, key=lambda value: counts[value])

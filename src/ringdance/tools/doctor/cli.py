@@ -41,7 +41,7 @@ def parser() -> argparse.ArgumentParser:
     """Return the argument parser."""
     made = Parser(
         prog="ringdance doctor",
-        description="Find problems that make training fail or hang, and show their fixes.",
+        description="Find problems that make training fail or hang, and show how to fix them.",
         epilog=_EPILOG,
     )
     add_host_options(made)
@@ -51,7 +51,7 @@ def parser() -> argparse.ArgumentParser:
         "--folder", dest="directories", action="append", default=[], metavar="DIR",
         help="directory for logs or checkpoints; repeatable",
     )  # fmt: skip
-    add("--check", action="append", default=[], metavar="NAME", help="only this check or area; repeatable")
+    add("--check", action="append", default=[], metavar="NAME", help="check or area to run; repeatable")
     add("--quick", action="store_true", help="do not import frameworks or start ranks")
     add("--json", action="store_true", help="print JSON")
     add("--verbose", action="store_true", help="also show the checks that passed")
@@ -69,7 +69,7 @@ def _main(arguments: argparse.Namespace) -> int:
         report.print_checks()
         return 0
     if unknown := [word for word in arguments.check if word not in (*CHECKS, *AREAS)]:
-        raise LaunchError(f"there is no check {unknown[0]!r}. To list all checks: ringdance doctor --list")
+        raise LaunchError(f"unknown check {unknown[0]!r}. To list all checks, run: ringdance doctor --list")
     checks = [check.name for check in CHECKS.values() if {check.name, check.area} & {*arguments.check}]
     hosts = of_hosts(_slots(arguments), remote_shell_of(arguments))
     slots = hosts.slots
@@ -99,7 +99,7 @@ def _main(arguments: argparse.Namespace) -> int:
 
 
 def _slots(arguments: argparse.Namespace) -> Sequence[tuple[str, int]]:
-    """Return the slots (0 if unknown) of each host given on the command line. Default: only this machine.
+    """Return the hosts given on the command line (default: this machine) and their slots (0 if unknown).
 
     Raises:
         LaunchError: A host name or a host file is invalid.
@@ -107,13 +107,13 @@ def _slots(arguments: argparse.Namespace) -> Sequence[tuple[str, int]]:
     hosts = hosts_of(arguments, arguments.slots) or [(os.uname().nodename, arguments.slots)]
     if not (arguments.hosts or arguments.hostfile) and (job := detect(os.environ)) and len(job.hosts) > 1:
         names = ",".join(name for name, _ in job.hosts)
-        text = f"checking only this host. To check all hosts of {job.source}: -H {names}"
+        text = f"checking only this host. To check all hosts of {job.source}, pass -H {names}"
         print(f"ringdance doctor: {text}", file=sys.stderr)
     return hosts
 
 
 def _probes(names: Sequence[str], quick: bool) -> list[str]:
-    """Return the probes needed by the checks ``names``, or all probes if ``names`` is empty."""
+    """Return the probes that the checks in ``names`` need, or all probes if ``names`` is empty."""
     if not names:
         return list(QUICK if quick else PROBES)
     needed = {probe for name in names for probe in CHECKS[name].needs}

@@ -16,9 +16,9 @@ from ringdance.host.directories import bases
 from ringdance.host.system import linux, machine
 from ringdance.tools.doctor.check import ERROR, WARNING, Check, Finding, HostFacts, Usage, limit
 
-# A Unix socket path is limited to 108 bytes, of which MPI's session directories take up about 45.
+# A Unix socket path is limited to 108 bytes, of which MPI's session directories use about 45.
 _LONGEST = 60
-_REMOVE = "remove large files: du -xh {} | sort -h | tail"
+_REMOVE = "remove large files, which you can find with: du -xh {} | sort -h | tail"
 _FIXES = {
     os.strerror(errno.EACCES): "choose another directory, or: sudo chown $USER {}",
     os.strerror(errno.ENOSPC): f"choose another disk, or {_REMOVE}",
@@ -88,13 +88,13 @@ def _temporary(host: HostFacts) -> Finding:
             f"{path} is not writable: {facts['error']}",
             "export TMPDIR=/var/tmp, or another writable directory",
         )
-    return Finding(f"temporary files go to {path}")
+    return Finding(f"temporary files are written to {path}")
 
 
 CHECKS = (
     Check("folder-writable", "disk", ERROR,
           "the directories for logs and checkpoints (--folder) must be writable", _writable),
-    Check("folder-exists", "disk", WARNING, "the directories of --folder should exist", _folder_exists),
+    Check("folder-exists", "disk", WARNING, "the directories given by --folder should exist", _folder_exists),
     Check("temporary-folder", "disk", ERROR,
           "the directory for temporary files (TMPDIR) must exist and be writable", _temporary),
     Check("temporary-path-length", "disk", ERROR,

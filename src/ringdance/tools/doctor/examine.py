@@ -32,8 +32,8 @@ from ringdance.tools.hosts.host_set import HostSet
 _ALL = [check for module in (machine, network, python, mpi, disk, gpu, leftovers) for check in module.CHECKS]
 CHECKS = {check.name: check for check in sorted(_ALL, key=lambda check: AREAS.index(check.area))}
 """All checks by name, sorted by area in the order of ``AREAS``."""
-_SPARE_S = 30.0  # allowance for starting Python, added to the probes' time limit
-_NAMES = 16  # number of other hosts whose names each host resolves
+_SPARE_S = 30.0  # added to the probes' time limit, to allow for starting Python
+_NAMES = 16  # number of other host names that each host must resolve
 # Variables that locate libraries. Ranks inherit these variables from the launcher, not from a login shell.
 _LIBRARIES = (
     "LD_LIBRARY_PATH", "OPAL_PREFIX", "PMIX_INSTALL_PREFIX", "I_MPI_ROOT", "MPI4PY_LIBMPI", "MPI4PY_MPIABI",
@@ -68,7 +68,7 @@ def collect(
 
 
 def _sample(hosts: Sequence[str], host: str) -> tuple[str, ...]:
-    """Return the hosts whose names ``host`` must resolve: ``host`` itself and the hosts that follow it."""
+    """Return the hosts whose names ``host`` must resolve: ``host`` itself and the next ``_NAMES`` hosts."""
     at = hosts.index(host) if host in hosts else 0
     return tuple([*hosts, *hosts][at : at + min(len(hosts), _NAMES + 1)])
 
@@ -96,7 +96,7 @@ def examine(facts: Mapping[str, Facts], usage: Usage, names: Iterable[str] | Non
         names: Names of the checks to apply. If None, all checks whose probes were run are applied.
     """
     hosts = {name: HostFacts(known, usage.slots.get(name, 0)) for name, known in facts.items()}
-    merged: dict[Result, list[str]] = {}  # hosts by result, to merge results that differ only in their hosts
+    merged: dict[Result, list[str]] = {}  # merges results that differ only in their hosts
     for check in CHECKS.values():
         if names is None or check.name in names:
             for result in _compared(check, hosts) if check.compares else _each(check, hosts):
@@ -122,7 +122,7 @@ def _compared(check: Check, hosts: Hosts) -> Iterable[Result]:
 
 
 def _failure(check: Check, host: HostFacts) -> str | None:
-    """Return why a required probe failed, "" if one was not run, or None if all required probes succeeded."""
+    """Return why a required probe failed, "" if one was not run, or None if all of them succeeded."""
     for probe in check.needs:
         if probe not in host.facts:
             return ""

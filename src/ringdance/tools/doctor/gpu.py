@@ -97,8 +97,8 @@ def _driver(host: HostFacts) -> Finding | None:
         if gpus["on_bus"] <= gpus["count"]:
             return Finding(text)
         return Finding(
-            f"{text}, but {gpus['on_bus']} GPUs are on the PCI bus",
-            "look for errors from the driver: sudo dmesg | grep -iE 'nvrm|xid'",
+            f"{text}, but the PCI bus has {gpus['on_bus']} GPUs",
+            "look for driver errors: sudo dmesg | grep -iE 'nvrm|xid'",
         )
     present = max(gpus["on_bus"], gpus["devices"])
     if smi["missing"] and present:
@@ -138,12 +138,12 @@ def _framework_gpus(host: HostFacts) -> Iterator[Finding]:
             yield Finding(text)
         elif framework.get("cuda"):
             yield Finding(
-                f"{text}: it is built for CUDA {framework['cuda']}, but the driver supports {cuda}",
-                "update the driver or install a build for this driver's CUDA",
+                f"{text}: it was built for CUDA {framework['cuda']}, but the driver supports CUDA {cuda}",
+                "update the driver, or install a build for the CUDA version that this driver supports",
             )
         else:
             fix = f"pip uninstall {name}, then install its build for CUDA {cuda.partition('.')[0]}"
-            yield Finding(f"{text}: this build is for CPUs only", fix)
+            yield Finding(f"{text}, because it is a CPU-only build", fix)
 
 
 def _imports(host: HostFacts) -> Iterator[Finding]:
@@ -173,7 +173,7 @@ CHECKS = (
           _framework_gpus, ("gpu", "frameworks")),
     Check("framework-imports", "frameworks", ERROR,
           "installed frameworks that cannot be imported", _imports),
-    Check("same-nccl", "gpu", ERROR, "the same NCCL on all hosts with GPUs",
+    Check("same-nccl", "gpu", ERROR, "the same NCCL version on all hosts with GPUs",
           equal(_nccl, "install the same nvidia-nccl-cu12 (or cu13) on all hosts"), ("gpu", "python"),
           compares=True),
 )  # fmt: skip

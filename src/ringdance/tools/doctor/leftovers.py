@@ -47,5 +47,5 @@ def _orphans(host: HostFacts) -> Finding:
 
 CHECKS = (
     Check("orphans", "leftovers", WARNING,
-          "ranks from earlier jobs whose launcher has exited: they hold cores, memory and GPUs", _orphans),
+          "ranks from earlier jobs whose launcher has exited: they occupy cores, memory and GPUs", _orphans),
 )  # fmt: skip

@@ -36,7 +36,7 @@ _LARGER = {
 _FULL = "remove files that no process uses: ls -lhS /dev/shm"
 _MOUNT = "sudo mount -t tmpfs -o size=50%,mode=1777 tmpfs /dev/shm"
 _FOR_A_RANK = _GB
-_WINDOW = 64 * _MB  # space needed in /dev/shm per rank for the engine's window, MPI and a data loader
+_WINDOW = 64 * _MB  # /dev/shm space that each rank needs for the engine's window, MPI and a data loader
 
 # --- facts -----------------------------------------------------------------------------------------
 
@@ -69,7 +69,7 @@ def environment_facts(usage: Usage) -> dict[str, str]:
 
 
 def cpu_facts(usage: Usage) -> dict[str, Any]:
-    """Collect the number of usable cores, which the affinity mask and the cgroup's CPU quota limit."""
+    """Collect the number of usable cores, as limited by the affinity mask and the cgroup's CPU quota."""
     return {"usable": usable_cores()}
 
 
@@ -104,7 +104,7 @@ def _threads(host: HostFacts) -> Finding:
         text = host.variable(name).partition(",")[0]
         if text.isdigit() and int(text) * ranks > usable:
             return Finding(
-                f"{name}={text} with {counted(ranks, 'rank')} makes {int(text) * ranks} computing threads on "
+                f"{name}={text} with {counted(ranks, 'rank')} starts {int(text) * ranks} compute threads on "
                 f"{counted(usable, 'core')}",
                 f"unset {name} (`ringdance run` sets each rank's share), or: "
                 f"export {name}={max(1, usable // ranks)}",
@@ -118,13 +118,13 @@ def _memory_limit(host: HostFacts) -> Finding:
     if memory["limit"] is None or memory["limit"] >= memory["total"]:
         return Finding("no memory limit below the machine's memory")
     text = (
-        f"this shell may use {size(memory['limit'])} of the machine's {size(memory['total'])} of memory. "
-        "Ranks that need more are killed"
+        f"this shell is limited to {size(memory['limit'])} of the machine's {size(memory['total'])} of "
+        "memory, and ranks that exceed the limit are killed"
     )
     if memory["limit"] >= max(_FOR_A_RANK * max(1, host.slots), memory["total"] // 2):
         return Finding(text)
     request = "sbatch --mem=0 (Slurm), docker run --memory, resources.limits.memory (Kubernetes)"
-    return Finding(text, f"request more: {request}")
+    return Finding(text, f"request more memory: {request}")
 
 
 def _shm_there(host: HostFacts) -> Finding | None:
@@ -146,7 +146,7 @@ def _shm_size(host: HostFacts) -> Finding | None:
     text = f"/dev/shm has {size(shm['total'])}"
     if shm["total"] >= need:
         return Finding(text)
-    return Finding(f"{text}, but needs at least {size(need)}", _LARGER[host["machine"]["container"]])
+    return Finding(f"{text}, but the ranks need at least {size(need)}", _LARGER[host["machine"]["container"]])
 
 
 def _shm_used(host: HostFacts) -> bool:
@@ -180,7 +180,7 @@ CHECKS = (
     Check("threads", "cpu", WARNING,
           "more threads (OMP_NUM_THREADS times ranks) than cores", _threads, ("cpu", "environment")),
     Check("memory-limit", "memory", WARNING,
-          "a cgroup's memory limit below the machine's memory: the kernel kills ranks that exceed it",
+          "a cgroup memory limit below the machine's memory: the kernel kills ranks that exceed the limit",
           _memory_limit),
     Check("shm-there", "memory", ERROR,
           "/dev/shm must exist and be writable", _shm_there, ("memory", "machine")),
@@ -192,7 +192,7 @@ CHECKS = (
           limit("/dev/shm has {memory[shm][free]:size} of {memory[shm][total]:size} free", _shm_used, _FULL,
                 applies=lambda host: host["memory"]["shm"]["exists"])),
     Check("limit-locked-memory", "limits", ERROR,
-          "locked memory: InfiniBand and NCCL pin buffers, or MPI_Init fails: 'Cannot allocate memory'",
+          "locked memory: InfiniBand and NCCL must pin buffers, or MPI_Init fails (Cannot allocate memory)",
           limit("locked memory: {limits[memlock]:size}",
                 lambda host: host["limits"]["memlock"] is not None and host["limits"]["memlock"] < _GB,
                 "ulimit -l unlimited; permanently in /etc/security/limits.conf (or, for slurmd and dockerd, "
@@ -200,9 +200,9 @@ CHECKS = (
                 problem="this host has InfiniBand, but a process may lock only {limits[memlock]:size}",
                 applies=lambda host: host["limits"]["infiniband"])),
     Check("limit-address-space", "limits", ERROR,
-          "address space: CUDA and shared memory reserve far more than they use",
+          "address space: CUDA and shared memory reserve far more of it than they use",
           limit("address space: {limits[address]:size}", lambda host: host["limits"]["address"] is not None,
                 "ulimit -v unlimited",
                 problem="the address space is limited to {limits[address]:size}, but frameworks reserve more "
-                        "than they use")),
+                        "of it than they use")),
 )  # fmt: skip

@@ -69,7 +69,7 @@ def _library(host: HostFacts) -> Finding:
         return Finding(f"{facts['error']}, as {words} requires", "unset " + " ".join(overrides))
     if facts["mpi4py"] == ["own"]:
         return Finding(
-            f"{facts['error']}: it was compiled for an MPI library that is not installed here",
+            f"{facts['error']}: mpi4py was compiled for an MPI library that is not installed here",
             "pip install --force-reinstall --no-cache-dir --only-binary=:all: mpi4py",
         )
     return Finding(facts["error"], facts["fix"])
@@ -80,7 +80,7 @@ def _prefix(host: HostFacts) -> Finding | None:
     odd = [name for name in MPI_PREFIXES if host.variable(name).rstrip("/") not in ("", prefix)]
     if host["mpi"]["family"] != "openmpi" or not odd:
         return None
-    text = f"{odd[0]}={host.variable(odd[0])}, but Open MPI is in {prefix}"
+    text = f"{odd[0]}={host.variable(odd[0])}, but Open MPI is installed in {prefix}"
     return Finding(text, "unset " + " ".join(odd))
 
 
@@ -105,7 +105,7 @@ CHECKS = (
           "the MPI library that mpi4py loads, and its mpiexec",
           _library, ("mpi", "environment")),
     Check("second-mpi-loaded", "mpi", ERROR,
-          "another MPI library in LD_LIBRARY_PATH, which programs load instead of the environment's",
+          "another MPI library in LD_LIBRARY_PATH, which programs load instead of the one in the environment",
           limit("LD_LIBRARY_PATH contains no other MPI library",
                 lambda host: host["mpi"]["other_libraries"],
                 "unset LD_LIBRARY_PATH (or `module unload` the module that set it)",

@@ -24,7 +24,7 @@ from ringdance.tools.doctor.check import (
 from ringdance.tools.doctor.machine import INTERFACES
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
-# Name prefixes of bridges and tunnel endpoints, which have the same address on every host.
+# Name prefixes of bridges and tunnel endpoints. These have the same address on every host.
 _VIRTUAL = (
     "docker", "br-", "virbr", "veth", "cni", "flannel", "lxc", "lxd", "podman", "tunl", "vmnet", "kube-",
 )  # fmt: skip
@@ -33,7 +33,7 @@ _VIRTUAL = (
 
 
 def network_facts(usage: Usage) -> dict[str, Any]:
-    """Collect the host's name, addresses and interfaces, and what other host names resolve to on it."""
+    """Collect the host's name, addresses and interfaces, and the addresses of other hosts' names."""
     name = socket.gethostname()
     own = resolve(name)
     interfaces = _interfaces()
@@ -81,7 +81,7 @@ def _addresses(entries: Iterable[Any]) -> list[list[Any]]:
         [entry.address, int(ipaddress.ip_address(entry.netmask)).bit_count()]
         for entry in entries
         if entry.family in (socket.AF_INET, socket.AF_INET6) and entry.netmask
-        if not _is_loopback(entry.address) and "%" not in entry.address  # skip link-local (%eth0)
+        if not _is_loopback(entry.address) and "%" not in entry.address  # skip link-local addresses
     ]
 
 
@@ -97,7 +97,9 @@ def _own_name(host: HostFacts) -> Finding:
         )
     if not network["own_is_here"]:
         fix = f"correct {name} in /etc/hosts or in the name server"
-        return Finding(f"the host name {name} resolves to {addresses}, which is another machine", fix)
+        return Finding(
+            f"the host name {name} resolves to {addresses}, but this host has other addresses", fix
+        )
     return Finding(f"{name} resolves to {addresses}")
 
 
@@ -111,7 +113,7 @@ def _interface_named(host: HostFacts) -> Iterator[Finding]:
         prefix = variable.startswith("NCCL")  # NCCL matches each word as a prefix of interface names
         if not any(name == word or (prefix and name.startswith(word)) for word in words for name in names):
             yield Finding(
-                f"{variable}={value}, but the interfaces here are {several(sorted(names))}",
+                f"{variable}={value}, but this host has the interfaces {several(sorted(names))}",
                 f"unset {variable}, or set it to an interface of this host",
             )
 
@@ -159,7 +161,7 @@ CHECKS = (
                 "echo 127.0.0.1 localhost | sudo tee -a /etc/hosts",
                 problem="localhost resolves to {network[localhost]:names}, not the loopback address")),
     Check("interface-named", "network", ERROR,
-          "interfaces in variables for NCCL, Gloo or Open MPI must exist",
+          "the interfaces in environment variables for NCCL, Gloo or Open MPI must exist",
           _interface_named, ("network", "environment")),
     Check("names-agree", "network", ERROR,
           "hosts must resolve each other's names to the same address. Each host resolves the names of the 16 "

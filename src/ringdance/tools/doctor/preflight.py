@@ -1,4 +1,4 @@
-"""Quick checks before a job starts. The agents that the job has started on its hosts run the probes."""
+"""Quick checks of a job's hosts before its ranks start. The job's agents run the probes."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from ringdance.launch.prepare import PreparedJob
 
 _PROBES_S, _CONNECT_S = 30.0, 20.0
-# Checks whose errors are only warnings before a job. Either the job may run despite the error (host names may
-# be aliases that only ssh resolves, output is written on the launcher's host, and the launcher's directories
-# have short paths), or the cause may be intentional (a user's own module).
+# Checks whose errors are reported as warnings before a job. Either the job may run despite the error (host
+# names may be aliases that only ssh resolves, output is written on the launcher's host, and the launcher's
+# directories have short paths), or the cause may be intentional (a user's own module).
 _WARNINGS = frozenset(
     {"own-name", "names-agree", "folder-writable", "temporary-path-length", "shadowed-modules"}
 )
@@ -37,7 +37,7 @@ def check_hosts(ready: PreparedJob, report: Callable[[str], None], *, required: 
         required: If True, errors raise LaunchError. Otherwise they are passed to ``report``.
 
     Raises:
-        LaunchError: The job would fail. No ranks have been started, and the agents have been closed.
+        LaunchError: The job would fail. No ranks are started, and the agents are closed.
     """
     try:
         wrong = preflight(ready)
@@ -48,7 +48,9 @@ def check_hosts(ready: PreparedJob, report: Callable[[str], None], *, required: 
             if result.severity == ERROR
         ]
         if lines and required:
-            raise LaunchError("cannot start:\n  " + "\n  ".join(lines) + "\n(to start anyway: --no-check)")
+            raise LaunchError(
+                "cannot start:\n  " + "\n  ".join(lines) + "\n(to start anyway, pass --no-check)"
+            )
     except BaseException:
         ready.close()
         raise
@@ -59,7 +61,7 @@ def check_hosts(ready: PreparedJob, report: Callable[[str], None], *, required: 
         named = hosts_text([(host.name, len(host.ranks)) for host in ready.plan.hosts])
         report(
             f"checks found problems that may slow down or end the job: {several(warnings, 6)}. "
-            f"To see the fixes: ringdance doctor --quick -H {named}"
+            f"To see the fixes, run: ringdance doctor --quick -H {named}"
         )
 
 
@@ -72,7 +74,7 @@ def preflight(ready: PreparedJob) -> list[Result]:
     remotes = {agent.host: agent for agent in ready.remotes}
     hosts = HostSet(slots, replace(ready.spec.shell, local=local), dict(remotes))
     try:
-        hosts.connect(_CONNECT_S, lambda text: None)  # only this host does not have an agent yet
+        hosts.connect(_CONNECT_S, lambda text: None)  # all hosts except this one already have agents
         facts = collect(hosts, QUICK, usage, _PROBES_S)
     finally:
         close_all(agent for host, agent in hosts.agents.items() if host not in remotes)

@@ -97,7 +97,7 @@ def _requirements(host: HostFacts) -> Finding:
     missing = [name for name in _REQUIRED if name not in versions]
     if missing:
         fix = f"{python} -m pip install {' '.join(missing)}"
-        return Finding(f"missing in the environment of {python}: {', '.join(missing)}", fix)
+        return Finding(f"not installed in the environment of {python}: {', '.join(missing)}", fix)
     return Finding(
         f"Python {facts['version']} ({python}), ringdance {facts['ringdance']}, "
         f"mpi4py {versions['mpi4py']}, numpy {versions['numpy']}"
@@ -116,8 +116,7 @@ def _horovod(host: HostFacts) -> Finding | None:
         )
     return Finding(
         f"horovod {versions['horovod']} is installed, so `import horovod` does not import Ringdance",
-        f"pip uninstall -y horovod, then {_COMPAT}",
-        NOTE,
+        f"pip uninstall -y horovod, then {_COMPAT}", NOTE,
     )
 
 
@@ -125,7 +124,7 @@ def _shadowed(host: HostFacts) -> Iterator[Finding]:
     for path in host["python"]["shadows"]:
         name = path.removesuffix("/__init__.py").removesuffix(".py").rpartition("/")[2]
         yield Finding(
-            f"{path} is imported in place of the module {name}",
+            f"{path} shadows the module {name}",
             "rename the file, or remove its directory from PYTHONPATH",
         )
 
@@ -143,19 +142,19 @@ def _frameworks(host: HostFacts) -> dict[str, str]:
 CHECKS = (
     Check("requirements", "python", ERROR, "the libraries that Ringdance itself needs", _requirements),
     Check("horovod-beside", "python", ERROR,
-          "horovod installed next to ringdance-horovod: both distributions own the directory horovod/",
+          "horovod installed alongside ringdance-horovod: both distributions contain the directory horovod/",
           _horovod),
     Check("shadowed-modules", "python", ERROR,
-          "files in the working directory or PYTHONPATH that are imported in place of libraries, such as "
-          "torch.py or random.py", _shadowed),
-    Check("user-site", "python", WARNING, "libraries in ~/.local that hide the environment's",
-          limit("no library in ~/.local hides one of the environment's",
+          "files in the working directory or PYTHONPATH that shadow libraries, such as torch.py or "
+          "random.py", _shadowed),
+    Check("user-site", "python", WARNING, "libraries in ~/.local that shadow those in the environment",
+          limit("no library in ~/.local shadows one in the environment",
                 lambda host: host["python"]["user_site"],
                 "export PYTHONNOUSERSITE=1",
-                problem="libraries in ~/.local hide the environment's: {python[user_site]:names}")),
+                problem="libraries in ~/.local shadow those in the environment: {python[user_site]:names}")),
     Check("same-mpi", "python", ERROR, "the same mpi4py and MPI library on all hosts",
           equal(_mpi, _SAME_EVERYWHERE), ("python", "mpi"), compares=True),
     Check("same-frameworks", "python", WARNING,
-          "the same framework versions on all hosts: different versions may compute different numbers or "
+          "the same framework versions on all hosts: different versions may compute different results or "
           "name weights differently", equal(_frameworks, _SAME_EVERYWHERE), compares=True),
 )  # fmt: skip

@@ -58,4 +58,4 @@ def print_text(hosts: Sequence[str], results: Sequence[Result], verbose: bool = 
     words = [counted(counts[name], name) for name in SEVERITIES if counts[name]]
     words += [f"{counts['unknown']} could not be checked"] if counts["unknown"] else []
     where = hosts[0] if len(hosts) == 1 else f"{len(hosts)} hosts"
-    print(f"{where}: {', '.join(words) or 'nothing is wrong'}; {counts['ok']} in order")
+    print(f"{where}: {', '.join(words) or 'no problems'}; {counts['ok']} checks passed")

@@ -49,7 +49,7 @@ def chained(hosts: HostSet, names: Sequence[str], warn: Callable[[str], None]) -
         chains.append([after])
         if before not in hosts.problems and after not in hosts.problems:
             problem = f"{before} cannot connect to {after} ({broken[after]})"
-            warn(f"ringdance hosts: {problem}. This machine will send to {after} instead")
+            warn(f"ringdance hosts: {problem}. This machine will send the data to {after} instead.")
     return chains
 
 
@@ -60,7 +60,7 @@ def addresses(facts: Mapping[str, HostFacts]) -> dict[str, list[str]]:
     for host, known in facts.items():
         shared = networks.interfaces.get(host, ())
         ordered = sorted(known.networks, key=lambda network: network[0] not in shared)
-        # This machine may have reached the host at an address outside the known networks (IPv6).
+        # This machine may have reached the host at an address outside the known networks, such as over IPv6.
         all_addresses = [address for _, address, _ in ordered] + [known.reached]
         by_host[host] = list(dict.fromkeys(filter(None, all_addresses))) or ["127.0.0.1"]
     return by_host

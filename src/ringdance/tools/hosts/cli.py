@@ -52,9 +52,9 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "(default: the same path as here)"
     )
     add("destination", metavar="DST", nargs="?", help=text)
-    text = "compare contents; by default, files with the same size and modification time count as equal"
+    text = "compare contents; by default, files with equal size and modification time count as identical"
     add("--checksum", action="store_true", help=text)
-    add("--direct", action="store_true", help="send to each host from here over ssh, not from host to host")
+    add("--direct", action="store_true", help="send to each host directly over ssh, not from host to host")
     add("--json", action="store_true", help="print JSON")
     add_arguments(parser)
 
@@ -64,7 +64,7 @@ def _run(arguments: argparse.Namespace) -> int:
     destination = arguments.destination or os.path.abspath(arguments.source)
     source = files.collect(arguments.source, destination, arguments.checksum)
     for path in source.skipped:
-        print(f"ringdance hosts: {path} is not a file, directory or link: skipped", file=sys.stderr)
+        print(f"ringdance hosts: skipped {path}, which is not a file, directory or link", file=sys.stderr)
     progress = CopyProgress(source.size)
     with closing(hosts):
         hosts.connect(arguments.connect_timeout)
@@ -73,7 +73,7 @@ def _run(arguments: argparse.Namespace) -> int:
         try:
             outcomes = copying.run()
         except KeyboardInterrupt:
-            progress.print("ringdance hosts: interrupted. Run the same command again to resume the copy")
+            progress.print("ringdance hosts: interrupted. Run the same command again to resume the copy.")
             raise
         finally:
             progress.stop()
@@ -100,5 +100,5 @@ def _summary(outcomes: Mapping[str, Outcome], seconds: float) -> str:
     parts = [f"{written}, {decimal(size)}, to {where} in {seconds:.1f} s"]
     parts += [f"{decimal(int(size / seconds))}/s to each"] if size > 10e6 else []
     parts += [f"resumed an earlier copy after {decimal(kept)}"] if kept else []
-    parts += [f"{there} {'was' if there == 1 else 'were'} there already"] if there else []
+    parts += [f"{there} {'was' if there == 1 else 'were'} already up to date"] if there else []
     return "; ".join(parts)

@@ -26,7 +26,7 @@ from ringdance.tools.hosts.progress import CopyProgress
 CHUNK = 1 << 20
 _MAX_UNSENT = 4 << 20  # maximum number of bytes queued for a host
 _RESERVE = 1 << 20  # bytes to leave free on a host's file system
-_LONG_S = 86400.0  # timeout for an answer: a host may have to read all existing files first
+_LONG_S = 86400.0  # timeout for an answer; a host may have to read all existing files first
 
 
 @dataclass
@@ -37,7 +37,7 @@ class Outcome:
         problem: Reason why the copy to this host was aborted, or "" if it was not aborted.
         bad: Descriptions of problems with individual files.
         files: Number of files written.
-        there: Number of files that were already up to date.
+        there: Number of files that were already up to date on this host.
         bytes: Number of bytes written.
         kept: Number of bytes reused from an interrupted copy.
     """
@@ -112,7 +112,7 @@ class Copy:
             if not left:
                 break
         for host in left:
-            self._fail(host, "the previous host repeatedly lost the connection to this host. Try --direct")
+            self._fail(host, "the previous host repeatedly lost its connection to this host. Pass --direct.")
         self._ask("over", self._hosts.connected)
         return self.outcomes
 
@@ -153,7 +153,7 @@ class Copy:
                 needed, free = source.size - state.done, begun[host]["free"]
                 if needed and needed + _RESERVE > free:
                     self._fail(
-                        host, f"needs {decimal(needed)}, but {source.root} has only {decimal(free)} free"
+                        host, f"files need {decimal(needed)}, but {source.root} has only {decimal(free)} free"
                     )
         self._show()
 
@@ -208,7 +208,7 @@ class Copy:
                     break
             status = os.fstat(file.fileno())
         if (status.st_size, status.st_mtime_ns) != (entry.size, entry.changed):
-            raise OSError("the file changed during the copy. Copy it again")
+            raise OSError("the file changed during the copy. Copy it again.")
         return digest.hexdigest()
 
     # --- reports -------------------------------------------------------------------------------
@@ -227,7 +227,7 @@ class Copy:
         if kind == "got":
             state.done += message["bytes"]
             self.outcomes[host].bytes += message["bytes"]
-        elif kind in ("cut", "lost"):  # cut: lost the connection to the previous host; lost: to the next host
+        elif kind in ("cut", "lost"):  # lost the connection to the previous (cut) or next (lost) host
             self._cut(host, behind=kind == "lost")
         elif kind == "file" and message["file"] in state.open:
             self._finish_file(host, state, message)
@@ -238,13 +238,13 @@ class Copy:
         if not message["problem"]:
             outcome.files += 1
         elif message["again"] and (host, file) not in self._corrupted:
-            self._corrupted.add((host, file))  # the data from an earlier copy may be corrupted
+            self._corrupted.add((host, file))  # data left by an earlier copy may be corrupted
             state.again = True
         else:
             outcome.bad.append(f"{self._files[file].path}: {message['problem']}")
 
     def _cut(self, host: str, behind: bool) -> None:
-        """Schedule another round for a host and its successors, or only for the successors if ``behind``."""
+        """Schedule another round for a host and its successors, or for the successors alone if ``behind``."""
         for chain in self._chains:
             if host in chain:
                 for other in chain[chain.index(host) + behind :]:

@@ -27,7 +27,7 @@ Event = tuple[str, dict[str, Any] | None, bytes]
 
 
 def _print(text: str) -> None:
-    print(f"ringdance: {text}", file=sys.stderr, flush=True)  # generic: several commands use it
+    print(f"ringdance: {text}", file=sys.stderr, flush=True)  # shared by several commands
 
 
 @dataclass
@@ -35,7 +35,7 @@ class HostSet:
     """Hosts in the order in which they were given, with their slots and agents.
 
     Attributes:
-        slots: Number of slots by host name. 0 if not specified.
+        slots: Number of slots by host name, or 0 if not specified.
         shell: Remote shell for reaching the hosts.
         agents: Agents by host name, for the hosts that answered.
         problems: Reason why a host cannot be used, by host name. Includes hosts that were lost later.
@@ -53,7 +53,7 @@ class HostSet:
 
     @property
     def connected(self) -> list[str]:
-        """Names of the hosts whose agent is connected."""
+        """Names of the hosts with connected agents."""
         return [host for host in self.agents if host not in self.problems]
 
     def connect(self, timeout: float, log: Callable[[str], None] = _print) -> None:
@@ -119,7 +119,7 @@ class HostSet:
     def ask(
         self, messages: Mapping[str, Mapping[str, Any]], payload: bytes = b"", timeout: float = 60.0
     ) -> dict[str, dict[str, Any]]:
-        """Send each host its message and wait for the answers. The "task" of all messages must be the same.
+        """Send each host its message and wait for the answers. All messages must have the same "task".
 
         Returns:
             The answers by host. The key "problem" of an answer is "" on success.
@@ -148,7 +148,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options that select hosts and specify how to reach them."""
     group = parser.add_argument_group("hosts")
     add_host_options(group)
-    text = "seconds within which a host must answer (default %(default)g)"
+    text = "seconds to wait for a host to answer (default: %(default)g)"
     group.add_argument("--connect-timeout", type=number, default=15.0, metavar="S", help=text)
 
 
@@ -165,7 +165,7 @@ def host_set(arguments: argparse.Namespace) -> HostSet:
         ssh = (*shell.arguments, *job.ssh_arguments)
         shell = replace(shell, method=job.method, arguments=ssh, start_timeout=job.start_timeout)
     if not hosts:
-        raise LaunchError("missing hosts: pass -H node1,node2 or --hostfile FILE")
+        raise LaunchError("no hosts were given. Pass -H node1,node2 or --hostfile FILE.")
     return of_hosts(hosts, shell)
 
 

@@ -37,7 +37,7 @@ mine.toml has lines such as `cores = 32`. cores and gbits are required. gpus, gp
 the price) are optional. Each plan ends with a list of its assumptions.
 """
 _HOURS = {"h": 1.0, "m": 1 / 60, "min": 1 / 60, "s": 1 / 3600, "d": 24.0}
-_MOST, _FAR = 512, 64  # maximum number of hosts; warn if ranks exceed this multiple of the measured ranks
+_MOST, _FAR = 512, 64  # maximum host count; ratio of planned to measured ranks that needs a warning
 _COLUMNS = {
     "ranks": "ranks", "hosts": "hosts", "samples/s": "samples_per_second", "by rank": "efficiency",
     "by host": "host_efficiency", "step": "step_seconds", "exposed": "exposed_seconds",
@@ -66,26 +66,26 @@ def _parser() -> Parser:
     add("--images-per-second", type=number, metavar="R", help=text)
     add("--of", type=positive, default=1, metavar="N", help="ranks that reach the rate together (default: 1)")
     add("--batch", type=positive, metavar="N", help="samples per rank and step (default: the model's)")
-    text = f"input comes from memory; if read from files, GPU hosts' steps deviate by {planner.HOST_SPREAD}"
+    text = f"input comes from memory; if not, GPU hosts' step times vary by a share of {planner.HOST_SPREAD}"
     add("--synthetic", action="store_true", help=text)
     text = f"machine to plan for: a .toml file or one of {', '.join(instances())}"
     add("--instance", required=True, metavar="NAME|FILE", help=text)
-    text = "numbers of ranks (default: those that fill 1, 2, 4, ... up to 32 machines)"
+    text = "rank counts to predict (default: those that fill 1, 2, 4, ... up to 32 machines)"
     add("--np", "-np", type=counts, metavar="N,N", help=text)
     text = "ranks per machine (default: its GPUs, or as many as its cores allow)"
     add("--ranks-per-host", type=positive, default=0, metavar="N", help=text)
-    add("--gbits", type=number, metavar="G", help="network bandwidth in Gbit/s instead of the machine's")
+    add("--gbits", type=number, metavar="G", help="network bandwidth in Gbit/s (default: the machine's)")
     kinds = ("float32", "float16", "bfloat16")
-    add("--wire", choices=kinds, default="float32", help="data type of sent gradients (default: float32)")
+    add("--wire", choices=kinds, default="float32", help="wire dtype of gradients (default: float32)")
     add("--samples", type=positive, default=0, metavar="N", help="samples per epoch (default: the model's)")
     how, goal = (parser.add_mutually_exclusive_group() for _ in range(2))
     how.add_argument("--epochs", type=number, default=0.0, metavar="N", help="number of epochs to train")
-    text = "train to accuracy A; MLPerf's reference points define how many epochs a batch size needs"
+    text = "train to accuracy A; MLPerf's reference points give the number of epochs for each batch size"
     how.add_argument("--to-accuracy", type=number, metavar="A", help=text)
-    add("--price", type=number, metavar="P", help="dollars per hour for a machine")
+    add("--price", type=number, metavar="P", help="price of a machine in dollars per hour")
     text = "find the fewest machines that finish in time T, such as 2h or 90m"
     goal.add_argument("--deadline", type=_hours, default=0.0, metavar="T", help=text)
-    text = "find the fastest plan for P dollars"
+    text = "find the fastest plan that costs at most P dollars"
     goal.add_argument("--budget", type=number, default=0.0, metavar="P", help=text)
     add("--json", action="store_true", help="print JSON")
     return parser
@@ -103,9 +103,9 @@ def _plan(given: argparse.Namespace) -> int:
     if not work and (aim or given.samples or given.price):
         raise LaunchError("--deadline, --budget, --samples and --price need --epochs N or --to-accuracy A")
     if work and not options.samples:
-        raise LaunchError(f"{load.model} has no usual number of samples. Pass --samples N (per epoch)")
+        raise LaunchError(f"the number of samples for {load.model} is not known. Pass --samples N.")
     if given.budget and on.price is None:
-        raise LaunchError(f"--budget needs the price of {on.name}, which is not known. Pass --price P")
+        raise LaunchError(f"--budget needs the price of {on.name}, which is not known. Pass --price P.")
     per_host = options.per_host(load, on)
     ranks = given.np or [per_host * 2**power for power in range(6)]
     of_ranks = cache(lambda ranks: predict(load, on, ranks, options))
@@ -122,7 +122,9 @@ def _plan(given: argparse.Namespace) -> int:
         )
         verdict = _verdict(best, list(tried.values()), given)
         if best and best.ranks > _FAR * load.ranks:
-            verdict += f" That is {best.ranks / load.ranks:,.0f} times the ranks measured. Measure on more."
+            verdict += (
+                f" That is {best.ranks / load.ranks:,.0f} times the ranks measured. Measure on more ranks."
+            )
     rounded = [(count, row) for count, row in zip(ranks, rows, strict=True) if count != row.ranks]
     assumed = assumptions(load, on, options, rounded)
     if given.json:
@@ -138,12 +140,12 @@ def _plan(given: argparse.Namespace) -> int:
 
 
 def _load(given: argparse.Namespace, on: Instance, options: PlanOptions) -> tuple[Workload, PlanOptions]:
-    """Return the training step, and the options with missing values filled in from the known model."""
+    """Return the training step, and ``options`` with missing values filled in for known models."""
     if (given.bench is None) == (given.model is None):
-        raise LaunchError("specify what to train: --from bench.json, or --model NAME --images-per-second R")
+        raise LaunchError("pass either --from bench.json, or --model NAME --images-per-second R")
     rate, known = given.images_per_second, models()
     if given.of > 1 and not rate:
-        raise LaunchError(f"--of {given.of} needs the total rate of these ranks: --images-per-second R")
+        raise LaunchError(f"--of {given.of} needs the total rate of these ranks. Pass --images-per-second R.")
     if given.bench is not None:
         load = _measured(given, on, options)
     elif given.model not in known:
@@ -152,7 +154,7 @@ def _load(given: argparse.Namespace, on: Instance, options: PlanOptions) -> tupl
             "measure it with `ringdance bench train --output bench.json`, and pass --from bench.json"
         )
     elif not rate:
-        raise LaunchError("--model needs a rate: --images-per-second R (of N ranks together: --of N)")
+        raise LaunchError("--model needs a rate. Pass --images-per-second R, and --of N if R is for N ranks.")
     else:
         model = known[given.model]
         load = planner.from_model(model, rate, given.batch or model.batch, on, options, given.of)
@@ -167,13 +169,15 @@ def _measured(given: argparse.Namespace, on: Instance, options: PlanOptions) -> 
     rate = given.images_per_second
     if given.bench.is_dir():
         if not given.batch:
-            raise LaunchError(f"--from {given.bench} also needs the samples per rank and step: --batch N")
+            raise LaunchError(f"--from {given.bench} needs the samples per rank and step. Pass --batch N.")
         load = planner.from_run(given.bench, given.batch)
     else:
         load = planner.from_bench(given.bench)
     if given.batch and given.batch != load.batch:
         again = f"ringdance bench train --model {load.model} --batch {given.batch} --output {given.bench}"
-        raise LaunchError(f"--batch {given.batch}: {given.bench} has batch {load.batch}. Measure it: {again}")
+        raise LaunchError(
+            f"--batch {given.batch} was not measured: {given.bench} has batch size {load.batch}. Run: {again}"
+        )
     if rate:
         scaled = f"{load.source} Scaled to {rate:,.5g} samples/s on {given.of} rank{'s' * (given.of > 1)}."
         cores = 0.0 if on.gpus else load.cores or on.cores
@@ -183,7 +187,7 @@ def _measured(given: argparse.Namespace, on: Instance, options: PlanOptions) -> 
         there, here = ("GPUs", "CPUs") if on.gpus else ("CPUs", "GPUs")
         raise LaunchError(
             f"{given.bench} was measured on {here}, but {on.name} trains on {there}. Pass the rate of one of "
-            "its ranks (--images-per-second R), or measure there"
+            "its ranks (--images-per-second R), or measure on such a machine"
         )
     return load
 
@@ -227,7 +231,7 @@ def assumptions(
         load: The training step.
         on: The machine type.
         options: Options of the plan.
-        rounded: Requested numbers of ranks that do not fill whole machines, with the rows used instead.
+        rounded: Requested rank counts that do not fill whole machines, each with the row used instead.
     """
     per_host = options.per_host(load, on)
     base = machine(load, on, per_host)
@@ -239,14 +243,14 @@ def assumptions(
         f"Machines: {per_host} ranks each; {how} gets {base.bandwidth * 8e-9:.3g} of {on.gbits:g} Gbit/s "
         f"between them, latency {base.latency * 1e6:.0f} us; no other traffic, no congestion.",
         f"Skew: a rank's step deviates by {load.spread / load.compute:.1%} ({load.spread * 1e3:.3g} ms), "
-        f"a host's by {options.host_spread:.1%}, both normal and independent. All wait for the slowest.",
+        f"a host's by {options.host_spread:.1%}, both normal and independent. Ranks wait for the slowest.",
         *[f"Whole machines: {n} ranks become {row.ranks} on {row.hosts} machines." for n, row in rounded],
         f"A rank computes {cores}, as fast as when it was measured, and its input keeps up.",
     ]
     if not load.cores:
         sentences.append(
             "Tested on GPUs so far: PyTorch on one GPU, with one and two ranks. Not tested: several GPUs, "
-            "several hosts with GPUs. For these, plans are fitted to published runs of Horovod. TensorFlow, "
+            "several hosts with GPUs. These plans are fitted to published runs of Horovod. TensorFlow, "
             "Keras, JAX and MXNet exchange through host memory, which is slower than this plan."
         )
     if not options.samples or not (options.epochs or options.curve):
@@ -287,5 +291,5 @@ def _verdict(best: Row | None, tried: Sequence[Row], given: argparse.Namespace) 
 def _hours(text: str) -> float:
     match = re.fullmatch(r"(\d{1,6}(?:\.\d+)?)(h|min|m|s|d)", text)
     if not match or not float(match[1]):
-        raise argparse.ArgumentTypeError(f"'{text}' is not a duration. Use for example 2h, 90m or 1.5d")
+        raise argparse.ArgumentTypeError(f"'{text}' is not a duration. Pass for example 2h, 90m or 1.5d")
     return float(match[1]) * _HOURS[match[2]]

@@ -27,7 +27,7 @@ class Machine:
         memory_bandwidth: Speed, in bytes/s, at which a rank copies, adds or converts data while the other
             ranks on its host do the same.
         link_bandwidth: Speed of the same operations on GPUs that are connected within a host (such as by
-            NVLink), in bytes/s. 0 if exchanges go through host memory.
+            NVLink), in bytes/s, or 0 if exchanges go through host memory.
         stack_bandwidth: Speed at which a rank's core sends or receives data, in bytes/s: a few GB/s for TCP,
             inf for RDMA.
         message_seconds: Core time per message that a rank sends or receives.
@@ -55,7 +55,7 @@ class Clock:
 
     def __init__(self) -> None:
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
-        self._numbers = itertools.count()  # events with the same time run in creation order
+        self._numbers = itertools.count()  # events with equal times run in creation order
 
     def at(self, time: float, event: Callable[[float], None]) -> None:
         """Schedule the call ``event(time)``. Events run in the order of their times."""

@@ -24,9 +24,10 @@ class KnownModel:
 
     Attributes:
         batch: Samples per rank and step with which published rates were measured.
-        samples: Number of samples in the training set commonly used for the model. 0 if no such set exists.
+        samples: Number of samples in the model's usual training set, or 0 if no such set exists.
         forward: Share of a step that the forward pass takes.
-        tensors: Number of elements and positions of each parameter, in the format of models.toml.
+        tensors: Number of elements of each parameter, and number of positions to which it is applied (0 if
+            it is not multiplied), in the format of models.toml.
     """
 
     name: str
@@ -37,7 +38,7 @@ class KnownModel:
 
     @property
     def parameters(self) -> list[tuple[int, int]]:
-        """Number of elements and positions (0 if not multiplied) of each parameter, in forward order."""
+        """Each parameter's element and position counts (see ``tensors``), in forward order."""
         words = list[str]()
         for row in self.tensors.strip().splitlines():
             times, _, tensors = row.rpartition(":")
@@ -47,7 +48,7 @@ class KnownModel:
     def gradients(self, step_seconds: float) -> list[tuple[int, float]]:
         """Return each gradient's size in bytes, and the time in seconds at which it is ready during the step.
 
-        A layer's time is assumed to be proportional to its multiplications: elements times positions.
+        A parameter's time is assumed to be proportional to its multiplications: elements times positions.
         """
         parameters = self.parameters[::-1]
         ends = list(accumulate(map(prod, parameters)))
@@ -104,6 +105,6 @@ def curve(model: str, target: float) -> Curve:
         known = " and ".join(f"{entry.target:g} of {entry.model}" for entry in curves().values())
         raise LaunchError(
             f"--to-accuracy {target:g}: the number of epochs for {model} is not known, because MLPerf has "
-            f"reference points only for {known}. Use --epochs instead"
+            f"reference points only for {known}. Pass --epochs instead."
         )
     return known_curve

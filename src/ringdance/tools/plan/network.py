@@ -8,12 +8,12 @@ The exchanges in ``ringdance.core`` run unchanged, but they neither send data no
   completed them.
 
 Note [One host for all]
-    All hosts have equally many ranks, so their exchange plans are identical, and corresponding ranks do
-    the same work at the same time, so it suffices to execute a single host. A message to a rank on another
-    host is delivered to that rank's counterpart on the executed host, in place of the message that the
-    sender's counterpart would send there. This is exact, with two exceptions: blocks whose sizes differ by
-    one element, and MPI's all-reduce, whose members send unequal amounts. We execute the first host, which
-    sends the most.
+    All hosts have the same number of ranks. Their exchange plans are therefore identical, and corresponding
+    ranks do the same work at the same time, so only a single host needs to be executed. A message to a rank
+    on another host is delivered to that rank's counterpart on the executed host, in place of the message
+    that the sender's counterpart would send there. This is exact, with two exceptions: blocks whose sizes
+    differ by one element, and MPI's all-reduce, whose members send unequal amounts. We execute the first
+    host, which sends the most.
 
 Messages are modeled after Open MPI's libnbc (ompi/mca/coll/libnbc in its sources). All-to-all and all-gather
 send one message to each member. An all-reduce uses a binomial tree if it is smaller than 64 KiB, is in place,
@@ -40,7 +40,7 @@ class SimulatedWindow(Window):
     Args:
         core: This rank's core.
         peers: Windows of the ranks on this host, by local index. The constructor appends the new window.
-        members: Length of ``peers`` once all ranks on this host have been created.
+        members: Final length of ``peers``, when all ranks on this host exist.
         memory: Memory with the size of an exchange buffer. Its contents do not matter.
     """
 
@@ -96,8 +96,8 @@ class _Collective(Pending):
 def allreduce_traffic(members: int, rank: int, nbytes: int, in_place: bool) -> tuple[int, int, int, int]:
     """Return the cost of Open MPI's Iallreduce: bytes and messages sent by ``rank``, path, and rounds.
 
-    The path is the number of bytes that have to cross links one after another between the start and the end
-    of the all-reduce.
+    The path is the number of bytes that must cross links sequentially from the start to the end of the
+    all-reduce.
     """
     if members < 4 or nbytes < _TREE_BELOW or in_place:
         levels = (members - 1).bit_length()
@@ -194,7 +194,7 @@ class SimulatedTransport(Transport):
         return pending
 
     def _leave(self, member: int, nbytes: int, count: int, last: float) -> Callable[[float], None]:
-        """Return the event that starts sending ``count`` messages, the last of which is ready at ``last``."""
+        """Return an event that starts sending ``count`` messages. The last one is ready at ``last``."""
         number, source, target = self._number, self.core.host, self.group.hosts[member]
         machine, seconds = self.core.machine, nbytes / self.core.machine.bandwidth
 

@@ -20,7 +20,7 @@ from ringdance.tools.report.metrics import read_run
 RANK_SPREAD, HOST_SPREAD = 0.04, 0.1
 """Standard deviations of step times on GPUs, as shares of the step time. Fitted to published runs.
 
-See docs/howto/troubleshooting/plan.md.
+See docs/explanation/plan.md.
 
 ``RANK_SPREAD`` applies to each rank independently. It is caused by kernels and the program that launches
 them. ``HOST_SPREAD`` applies to a host as a whole: its ranks deviate together, because they share the disk,
@@ -30,14 +30,14 @@ input do not have this deviation.
 TCP_SHARE = 0.94
 """Share of the network bandwidth that remains after Ethernet, IP and TCP headers (1,500-byte packets)."""
 NCCL_SHARE = 0.8
-"""Share of the network bandwidth that NCCL's all-reduce reaches. Fitted, see the page about ``plan``."""
+"""Share of the network bandwidth that NCCL's all-reduce reaches. Fitted to published runs."""
 NCCL_ROUND = 1e-3
 """Seconds per negotiation round between ranks with GPUs."""
 PCI_EXPRESS = 10.0
 """Bandwidth in GB/s between the GPUs of a machine without NVLink."""
-_LONGEST = 1e6  # seconds per step
-_PARTS = 24  # assumed number of gradients, because the metrics of a run do not include it
-_MOST_WAITING = 0.99  # share of a step; samples taken during a step may show only waiting
+_LONGEST = 1e6  # maximum duration of a step in seconds
+_PARTS = 24  # assumed number of gradients in a run, which its metrics do not include
+_MOST_WAITING = 0.99  # upper limit, because metrics sampled within a step may show only waiting
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Workload:
             Sorted by these times.
         spread: Standard deviation of a rank's step time, in seconds.
         ranks: Number of ranks in the measurement.
-        cores: Number of cores on which a rank computes. 0 if it uses a GPU.
+        cores: Number of cores on which a rank computes, or 0 if it uses a GPU.
         source: Sentence that says where these values come from.
         others: Maximum share of a host's cores that other programs used during the measurement.
     """
@@ -79,14 +79,14 @@ class Workload:
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """A plan's assumptions about anything except the training step and the machine type.
+    """A plan's assumptions, except those about the training step and the machine type.
 
     Attributes:
-        ranks_per_host: Ranks per host. 0 means one rank per GPU, or as many ranks as the cores allow.
-        wire: Data type in which gradients are sent.
-        samples: Samples per epoch. 0 if unknown.
-        epochs: Number of epochs to train. 0 means that the curve determines it.
-        curve: Convergence curve that determines the number of epochs. None if ``epochs`` applies.
+        ranks_per_host: Ranks per host. If 0, one rank per GPU, or as many ranks as the cores allow.
+        wire: Wire dtype of the gradients.
+        samples: Samples per epoch, or 0 if unknown.
+        epochs: Number of epochs to train, or 0 if ``curve`` determines it.
+        curve: Convergence curve that determines the number of epochs, or None if ``epochs`` applies.
         host_spread: Standard deviation of a host's step time, as a share of the step time. All ranks on a
             host deviate together.
     """
@@ -103,14 +103,14 @@ class PlanOptions:
         if not load.cores and 0 < on.gpus < self.ranks_per_host:
             raise LaunchError(
                 f"--ranks-per-host {self.ranks_per_host}: {on.name} has {on.gpus} GPUs, and each rank needs "
-                f"one. Use at most {on.gpus}. For more ranks, add machines with --np"
+                f"one. Use at most {on.gpus}. For more ranks, add machines with --np."
             )
         return self.ranks_per_host or on.gpus or max(1, int(on.cores / max(load.cores, 1e-9)))
 
 
 @dataclass(frozen=True)
 class Row:
-    """The prediction for one number of ranks. Costs are in dollars. None means unknown.
+    """The prediction for one rank count. Costs are in dollars. Unknown values are None.
 
     Attributes:
         efficiency: Speed per rank, relative to the speed of a single rank.
@@ -141,8 +141,8 @@ def from_model(
         rate: Total samples per second on ``of`` ranks.
         batch: Samples per rank and step.
         on: Machine type.
-        options: Options of the plan. Only the ranks per host and the data type on the wire are used.
-        of: Number of ranks with which the rate was reached.
+        options: Options of the plan. Only the ranks per host and the wire dtype are used.
+        of: Number of ranks that reached this rate together.
     """
     seconds = batch * of / rate
     source = f"{model.name}: {rate:,.5g} samples/s on {of} rank{'s' * (of > 1)}, batch {batch}, as specified."
@@ -168,12 +168,13 @@ def reached(load: Workload, seconds: float, on: Instance, options: PlanOptions) 
         if abs(factor - 1) < 1e-4 or prediction.exposed_seconds >= seconds:
             break
         load = load.slower(factor)
-    if abs(factor - 1) < 0.02:  # the prediction may jump by one round of agreement
+    if abs(factor - 1) < 0.02:  # predictions may differ by a negotiation round
         return load
     raise LaunchError(
-        f"{load.batch * load.ranks / seconds:,.5g} samples/s on {load.ranks} ranks mean {seconds:.3g} s per "
-        f"step, but on {on.name} its exchanges alone take {prediction.exposed_seconds:.3g} s. Pass a rate "
-        "on fewer ranks, the data type sent (--wire) or the bandwidth of the network used (--gbits)"
+        f"{load.batch * load.ranks / seconds:,.5g} samples/s on {load.ranks} ranks correspond to "
+        f"{seconds:.3g} s per step, but on {on.name} the exchanges alone take "
+        f"{prediction.exposed_seconds:.3g} s. Pass the rate on fewer ranks, or the wire dtype (--wire) or "
+        "bandwidth (--gbits) with which it was measured"
     )
 
 
@@ -203,11 +204,11 @@ def from_bench(path: Path) -> Workload:
             raise ValueError("a number is out of range")
     except NO_FORMAT as error:
         raise LaunchError(
-            f"{path} is not a measurement of `ringdance bench train --output FILE` ({type(error).__name__}: "
-            f"{error}). It may be truncated or from another version. Measure again"
+            f"{path} is not a measurement from `ringdance bench train --output FILE` "
+            f"({type(error).__name__}: {error}). It may be truncated or from another version. Measure again."
         ) from None
     if not gradients or compute <= 0:
-        raise LaunchError(f"{path} has no gradients for the run on {ranks} ranks. Measure again")
+        raise LaunchError(f"{path} contains no gradients for the run on {ranks} ranks. Measure again.")
     deviation = spread(single) if len(single) > 2 else 0.0
     source = (
         f"{path.name}: {model}, batch {batch}, measured on {ranks} rank{'s' * (ranks > 1)}: "
@@ -237,7 +238,9 @@ def from_run(directory: Path, batch: int) -> Workload:
     compute = step * (1 - min(_MOST_WAITING, run.waiting.communication))
     size = int(last["bytes"] / last["steps"]) // _PARTS
     if not size:
-        raise LaunchError(f"{directory} has no gradients. A plan needs a run on at least two ranks")
+        raise LaunchError(
+            f"{directory} contains no gradient exchanges. A plan needs a run on at least two ranks."
+        )
     shares = (FORWARD + (1 - FORWARD) * part / _PARTS for part in range(1, _PARTS + 1))
     gradients = [(size, compute * share) for share in shares]
     deviation = max(0.0, run.waiting.skew) * step / expected_largest(max(2, run.size))
@@ -276,7 +279,7 @@ def machine(load: Workload, on: Instance, per_host: int) -> Machine:
 
 
 def predict(load: Workload, on: Instance, ranks: int, options: PlanOptions) -> Row:
-    """Predict a training run on ``ranks`` ranks, rounded up to whole machines if one is not enough.
+    """Predict a training run on ``ranks`` ranks, rounded up to whole machines if it needs more than one.
 
     All ranks wait for the slowest rank, so the step is simulated at the pace of the slowest rank.
     """
@@ -305,13 +308,13 @@ def choose(
     """Find the smallest number of hosts that meets a deadline, or the number that is fastest within a budget.
 
     Args:
-        row_of: Returns the prediction for a number of hosts.
+        row_of: Predicts the run on a given number of hosts.
         most: Maximum number of hosts.
         deadline: Deadline in hours.
         budget: Budget in dollars.
 
     Returns:
-        The best prediction (None if nothing meets the limit), and all predictions by number of hosts.
+        The best prediction, or None if nothing meets the limit, and all predictions by number of hosts.
     """
     rows: dict[int, Row] = {}
 

@@ -84,17 +84,17 @@ def simulate(
         ranks_per_host: Number of ranks on each host.
         gradients: Gradients in any order. Requests are batched in the order in which gradients become ready.
         compute_seconds: Duration of the forward pass, backward pass and parameter update on a single rank.
-        wire_dtype: Data type in which gradients are sent. 16-bit types halve the number of bytes sent.
+        wire_dtype: Wire dtype of the gradients. 16-bit types halve the number of bytes sent.
         settings: Engine settings. Uses fusion_threshold, cycle_time (ms), chunk_bytes, small_bytes and
             deterministic. Defaults to ``Settings()``.
         all_hosts: If True, execute all hosts instead of only one. See Note [One host for all].
     """
     size = hosts * ranks_per_host
     if size > _MOST_RANKS:  # more ranks would use too much memory
-        raise LaunchError(f"{size:,} ranks: up to {_MOST_RANKS:,} can be simulated")
+        raise LaunchError(f"cannot simulate {size:,} ranks. The maximum is {_MOST_RANKS:,}")
     gradients = sorted(gradients, key=itemgetter(1))
     job = _Job(machine, gradients, compute_seconds, wire_dtype, settings or Settings())
-    turn = min(machine.turn, compute_seconds / 4)  # a short step ends within a scheduler time slice
+    turn = min(machine.turn, compute_seconds / 4)  # a short step fits in one time slice
     late = turn * max(0.0, machine.ranks_per_core - 1)
     if size == 1 or not gradients:
         return Step(compute_seconds + late, late, compute_seconds, 0, 0, 0, ())
@@ -191,7 +191,7 @@ class _Job:
                 since = max(core.now, self.ready[done])
 
     def _due(self, since: float) -> float:
-        """Return when the next negotiation round starts: when due, or earlier if the computation ends."""
+        """Return when the next round starts: when requests are due, or earlier if the computation ends."""
         cycle = self.settings.cycle_time * 1e-3
         due = since + cycle
         for ready in self.ready:

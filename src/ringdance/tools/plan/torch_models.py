@@ -1,4 +1,4 @@
-"""PyTorch models for ``ringdance bench train``. Defines models that common packages do not provide."""
+"""PyTorch models for ``ringdance bench train`` that common packages do not provide."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FIELDS, TABLE, WORDS = 39, 100_000, 30_522
 
 
 def recipe(name: str) -> Any:
-    """Import train_torch.py from a recipe. Makes the other files of the recipe importable, too."""
+    """Import train_torch.py from a recipe. Also makes the recipe's other files importable."""
     package = importlib.import_module(f"ringdance.recipes.{name}")
     sys.path.insert(0, str(Path(str(package.__file__)).parent))
     return importlib.import_module("train_torch")
@@ -54,7 +54,7 @@ def vgg16() -> nn.Module:
 
 
 class DeepFM(nn.Module):
-    """The layers of the DeepFM recipe after an embedding table with 100,000 rows and sparse gradients."""
+    """The DeepFM recipe's layers on top of an embedding table with 100,000 rows and sparse gradients."""
 
     def __init__(self) -> None:
         super().__init__()

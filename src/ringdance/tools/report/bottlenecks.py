@@ -51,12 +51,12 @@ def judge(run: RunMetrics, uneven: float = 0.0) -> Limit:
     if taken >= judging.TAKEN and not (waits and (skewed or max(communication, uneven) < judging.WORTH)):
         return Limit(
             "other programs",
-            f"Other programs use {taken:.0%} of the cores of {host}. What limits the run without them is "
-            "not known.", "Run it again without these programs, or give it its own cores.", evidence,
+            f"Other programs use {taken:.0%} of the cores of {host}, so it is not known what limits the run "
+            "itself.", "Run the job again without these programs, or give it its own cores.", evidence,
         )  # fmt: skip
     if run.size > 1 and uneven >= max(judging.WORTH, communication, skew) and run.in_use() < judging.BUSY:
         return Limit(
-            "skew", "Ranks wait for each other, each time for a different one.",
+            "skew", "Ranks wait for each other, but for a different rank each time.",
             "Give all ranks the same amount of work in each step, for example samples of similar length, and "
             "give each rank its own cores.", evidence,
         )  # fmt: skip
@@ -64,14 +64,15 @@ def judge(run: RunMetrics, uneven: float = 0.0) -> Limit:
         return _skew(run, evidence)
     if run.size > 1 and communication >= judging.WORTH:
         return _communication(run, communication, evidence)
-    # Ranks that use fewer cores than this must be waiting. On a busy host, they may be waiting for cores.
+    # Ranks that use fewer cores than this must be waiting for something. On a busy host, where this may be a
+    # core, the threshold is lower.
     enough = judging.NO_CORES if run.in_use() > judging.BUSY else judging.IDLE_CORES
     idle = cores / max(own, judging.LEAST) < enough
     if run.gpu < judging.IDLE_GPU * own if run.gpu is not None else idle:
         also = again = ""
         if taken >= judging.TAKEN:  # ranks that wait for a core also seem idle
-            also = f" Or they wait for cores: other programs use {taken:.0%} of the cores of {host}."
-            again = "Run it again without these programs. If the ranks still barely compute: "
+            also = f" They may be waiting for cores: other programs use {taken:.0%} of the cores of {host}."
+            again = "Run the job again without these programs. If the ranks still barely compute: "
         return Limit(
             "input", f"Ranks barely wait for exchanges or for each other, yet they barely compute.{also}",
             f"{again}Load data in parallel with training: use more data loader workers, prefetching, or a "
@@ -95,7 +96,7 @@ def _evidence(run: RunMetrics, communication: float, uneven: float, own: float) 
     if (steps := min(rank.steps for rank in run.ranks)) < _FEW:
         evidence.append(f"Based on only {steps} step{'s' * (steps > 1)} per rank. A longer run says more.")
     if uneven >= 0.01:
-        text = f"Uneven steps: all ranks wait {uneven:.0%} of the time, each time for a different rank."
+        text = f"Uneven steps: all ranks wait {uneven:.0%} of the time, for a different rank each time."
         evidence.insert(1, text)
     return evidence
 
@@ -103,7 +104,7 @@ def _evidence(run: RunMetrics, communication: float, uneven: float, own: float) 
 def _communication(run: RunMetrics, communication: float, evidence: list[str]) -> Limit:
     last = run.slowest.rows[-1]
     evidence.append(
-        f"{last['bytes'] / last['steps'] / 1e6:,.1f} MB are reduced per step. Without waiting for this, "
+        f"{last['bytes'] / last['steps'] / 1e6:,.1f} MB are reduced per step. Without this wait, "
         f"{run.size} ranks would be as fast as {run.size / max(judging.LEAST, 1 - communication):.3g} are."
     )
     return Limit(
@@ -157,6 +158,5 @@ def _scale(run: RunMetrics, evidence: list[str]) -> str:
         else "use a larger batch, or more workers in the data loader. Then scale out to more ranks."
     )  # fmt: skip
     return (
-        f"First scale up: the hardware can do up to {1 / max(used, 0.01):.1f} times as much. "
-        f"To use it, {how}"
+        f"First scale up: the hardware can do up to {1 / max(used, 0.01):.1f} times as much. To use it, {how}"
     )

@@ -34,11 +34,11 @@ def main(argv: Sequence[str]) -> int:
     """Run ``ringdance report`` with the arguments ``argv``. Returns the exit code."""
     parser = Parser(
         prog="ringdance report",
-        description="Write a page about a run: is it limited by input, computation, communication or skew?",
+        description="Write a page that shows whether input, computation, communication or skew limits a run.",
         epilog=_EPILOG,
     )
     add = parser.add_argument
-    text = "directory of `ringdance run --output-filename`; the page describes the last one and compares all"
+    text = "directory of `ringdance run --output-filename`; the page compares all and describes the last one"
     add("directories", metavar="RUN_DIR", nargs="+", type=Path, help=text)
     add("-o", "--output", type=Path, metavar="FILE", help="file (default: report.html in the last RUN_DIR)")
     add("--timeline", type=Path, metavar="FILE", help="timeline of the last run (default: one in RUN_DIR)")
@@ -63,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def trace_of(run: RunMetrics, file: Path | None) -> list[RankTimes]:
-    """Return a run's timeline from ``file``, or if None, from the run's directory. Empty if there is none.
+    """Return a run's timeline from ``file`` or, if None, the run's directory. Returns [] if it has none.
 
     Raises:
         LaunchError: ``file`` contains the timeline of another run.
@@ -74,7 +74,7 @@ def trace_of(run: RunMetrics, file: Path | None) -> list[RankTimes]:
         if own := [rank for rank in ranks if (rank.rank, rank.host, rank.pid) in processes]:
             return [rank for rank in own if rank.steps.sum() > 0]
         if file and ranks:
-            raise LaunchError(f"{file} is the timeline of another run: it has no process of {run.directory}")
+            raise LaunchError(f"{file} is the timeline of another run: it has no rank of {run.directory}")
     return []
 
 

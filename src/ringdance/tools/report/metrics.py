@@ -52,11 +52,11 @@ class Rank:
     @classmethod
     def of(cls, rows: list[Row]) -> Rank | None:
         """Compute a rank's metrics from its samples. Returns None if no step was measured."""
-        # End at the first sample that includes all steps, because saving and evaluation may follow the steps.
+        # End at the first sample that includes all steps, because saving or evaluation may follow them.
         last = next(row for row in rows if row["steps"] == rows[-1]["steps"])
         stepped = [row for row in rows if row["steps"] and row["steps"] < last["steps"]]
-        # Start after the first step, which often includes compilation. A short run may not have any samples
-        # between the first step and the last.
+        # Start after the first step, which often includes compilation, unless the run is too short to have
+        # samples between its first and last steps.
         first = stepped[0] if stepped else rows[0]
         steps = last["steps"] - first["steps"]
         seconds = last.get("last_step_time", 0) - first.get("last_step_time", first["time"])
@@ -72,7 +72,7 @@ class Rank:
         )  # fmt: skip
 
     def rates(self) -> list[tuple[float, float]]:
-        """Return pairs of Unix time and steps per second. Merges short intervals, such as the last."""
+        """Return pairs of Unix time and steps per second. Short intervals, such as the last, are merged."""
         points = [(float(row.get("last_step_time") or row["time"]), row["steps"]) for row in self.rows]
         lengths = [b - a for (a, _), (b, _) in itertools.pairwise(points) if b > a]
         chosen = points[:1]
@@ -138,7 +138,7 @@ class RunMetrics:
         return self.in_use(host) - used / cores if cores else 0.0
 
     def mean(self, key: str, host: str = "") -> float:
-        """Return the mean of the gauge ``key`` in the training samples of ``host``. Default: all hosts."""
+        """Return the mean of gauge ``key`` over the training samples from ``host``. Default: all hosts."""
         rows = [row for rank in self.ranks if host in ("", rank.host) for row in rank.training if key in row]
         return fmean([row[key] for row in rows]) if rows else 0.0
 
@@ -152,12 +152,12 @@ def _read(file: Path) -> Iterator[Row]:
             for key, kind in _FIELDS.items():
                 typed(known, key, kind)
         except json.JSONDecodeError:
-            print(f"ringdance report: line {number} of {file} is truncated and is skipped", file=sys.stderr)
+            print(f"ringdance report: skipping truncated line {number} of {file}", file=sys.stderr)
             continue
         except NO_FORMAT:
             raise LaunchError(
                 f"line {number} of {file} was not written by `ringdance run --output-filename`: "
-                f"{line[:40]!r}. Remove this line, or run the job again"
+                f"{line[:40]!r}. Remove this line, or run the job again."
             ) from None
         yield row
 
@@ -168,8 +168,8 @@ def read_run(directory: Path) -> RunMetrics:
     if not files:
         what = "has no metrics-*.jsonl" if directory.is_dir() else "is not a directory"
         advice = "start the job with `ringdance run --output-filename DIR`"
-        if any(directory.glob("rank.*")):  # the job was started with this option
-            advice = "its ranks have not called hvd.init(), or ended during the call"
+        if any(directory.glob("rank.*")):  # the job used --output-filename
+            advice = "its ranks have not completed a call to hvd.init()"
             outputs = [read_regular(path).strip() for path in sorted(directory.glob("rank.*/stderr"))]
             if end := next((text.splitlines()[-1] for text in outputs if text), ""):
                 advice = f"a rank's stderr ends with {end[-300:]!r}. If that is not the reason, {advice}"
@@ -180,7 +180,7 @@ def read_run(directory: Path) -> RunMetrics:
     for row in rows:
         last[row["rank"]] = own = processes[row["rank"], row["host"], row["pid"]]
         own.append(row)
-    # Skip files of other ranks, which hosts that have left or an earlier run may have written.
+    # Skip ranks beyond the run's final size. Their files may be from hosts that have left or an earlier run.
     known = sorted(rank for rank in last if rank < rows[-1]["size"])
     ranks = [measured for rank in known if (measured := Rank.of(last[rank]))]
     if not ranks:

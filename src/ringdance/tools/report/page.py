@@ -26,7 +26,7 @@ def page(runs: Sequence[RunMetrics], limit: Limit, trace: Sequence[RankTimes], b
         runs: Runs to compare. The page describes the last one.
         limit: What limits the last run.
         trace: Timelines of the ranks in the last run. May be empty.
-        batch: Samples per rank and step. 0 if unknown.
+        batch: Samples per rank and step, or 0 if unknown.
     """
     run = runs[-1]
     speed = speed_of(run, batch)

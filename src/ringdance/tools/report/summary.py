@@ -25,8 +25,8 @@ Array = NDArray[np.float64]
 Members = dict[int, tuple[float, float]]
 """Start and end of one negotiation, by rank."""
 
-_LATE = 0.05  # a rank is late if it is behind the others by more than this share of a step
-_OFTEN = 0.3  # report a rank if it is late in more than this share of steps
+_LATE = 0.05  # a rank is late if it lags behind the others by more than this fraction of a step
+_OFTEN = 0.3  # fraction of steps above which a late rank is reported
 _RANK = re.compile(r"rank (\d{1,9}) on (.*) \(pid (\d{1,9})\)")
 _THREAD = re.compile(r"rank (\d{1,9})")
 _STEP = re.compile(r"step (\d{1,18})")
@@ -99,7 +99,7 @@ class RankTimes:
         whole |= not whole.any()  # if every step has gaps, include all steps without the gaps
 
         def cover(thread: str, name: str = "") -> Cover:
-            """Return all spans of a thread, or only spans called ``name``, on a clock without the gaps."""
+            """Return a thread's spans, or only those called ``name``, on a clock that skips the gaps."""
             spans = np.array([(a, b) for text, a, b in self.threads.get(thread, ()) if name in ("", text)])
             return Cover((spans - gaps.until(spans)).tolist())
 
@@ -150,7 +150,7 @@ def ranks_of(trace: Trace) -> list[RankTimes]:
 
 
 def summarize(trace: Trace) -> dict[str, Any]:
-    """Return a summary of a trace. All times are in seconds. Times of a rank are means over its steps."""
+    """Summarize a trace. All times are in seconds. A rank's times are means over its steps."""
     ranks = ranks_of(trace)
     tensors, unfinished = _tensors(trace, {rank.rank: rank for rank in ranks})
     marked = any(rank.numbers != [0] for rank in ranks)
@@ -191,7 +191,7 @@ def notes(ranks: Sequence[RankTimes]) -> list[str]:
 
 def _incomplete(trace: Trace) -> list[str]:
     ends = [text.removeprefix(END) for text, _ in trace.instants.get((0, 0), ()) if text.startswith(END)]
-    ends = ends or ["its end (is the job still running, was its monitor killed, or was the disk full?)"]
+    ends = ends or ["its end: the job is still running, its monitor was killed, or the disk was full"]
     return [f"The file lacks {text}." for text in ends if text != "complete"]
 
 
@@ -228,7 +228,7 @@ def _sentence(steps: Sequence[dict[str, Any]], hosts: Mapping[int, str]) -> str:
             f"{behind * 1000:.3g} ms of {whole * 1000:.3g}: the others wait for it."
         )
     if len(hosts) > 1 and len(late) > _OFTEN * len(steps):
-        return f"Ranks take turns at being late, in {len(late) / len(steps):.0%} of the steps."
+        return f"Different ranks take turns being late, in {len(late) / len(steps):.0%} of the steps."
     return f"No rank is late. Waiting for exchanges takes {exposed / (whole or 1.0):.0%} of a step."
 
 
@@ -257,10 +257,8 @@ def _tensors(trace: Trace, ranks: dict[int, RankTimes]) -> tuple[list[dict[str, 
     return sorted(rows, key=lambda row: -row["late_seconds"]), left
 
 
-def _lateness(
-    name: str, rounds: Collection[Members], ranks: dict[int, RankTimes]
-) -> dict[str, Any] | None:
-    """Return how long ranks wait for others to submit a tensor, and for which rank they wait longest.
+def _lateness(name: str, rounds: Collection[Members], ranks: dict[int, RankTimes]) -> dict[str, Any] | None:
+    """Return how long ranks wait for other ranks to submit a tensor, and for which rank they wait longest.
 
     Returns None if no rank is measurably late.
     """

@@ -10,9 +10,9 @@ from pathlib import Path
 
 STYLE = Path(__file__).with_name("page.css")
 _WIDTH, _LEFT, _RIGHT, _TOP = 400, 44, 12, 8
-_HEIGHT, _BOTTOM = 200, 160  # height of a line plot, and position of its x axis
-_FREE = 4  # first color that is not reserved for a part of a step
-_BOUNDS, _BOUND = ("bound", "linear"), 6  # lines for ideal values are dashed and have this color
+_HEIGHT, _BOTTOM = 200, 160  # height of a line plot, and y coordinate of the x axis
+_FREE = 4  # index of the first color that does not represent a part of a step
+_BOUNDS, _BOUND = ("bound", "linear"), 6  # names and color of the dashed lines for ideal values
 _APART = 32  # minimum distance between labels on the x axis
 _ids = count()
 
@@ -121,9 +121,9 @@ def write(
     Args:
         file: Path that ends in ``.svg``.
         panels: Lines by name for each plot, by the title of the plot.
-        x_labels: Label of the x axis of each plot, including the unit.
-        y_labels: Label of the y axis of each plot, including the unit.
-        noise: Half the width of the confidence interval of each point, as a share of y, by line name.
+        x_labels: Each plot's x-axis label, including the unit.
+        y_labels: Each plot's y-axis label, including the unit.
+        noise: Half-width of each point's confidence interval, as a fraction of y, by line name.
         logarithmic: If True, the x axes are logarithmic.
         from_zero: If True, the y axes start at 0. Otherwise they start near the smallest value.
     """

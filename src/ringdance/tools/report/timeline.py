@@ -23,13 +23,13 @@ examples:
   ringdance timeline t.json --steps 50                       show a row for each of the last 50 steps
   ringdance timeline t.json --json | jq '.ranks[0]'          print the slowest rank's times, in seconds
 
-Files may be complete or left by a killed job. Steps are those that optimizers or
-hvd.mark_step() have marked. Without marks, the summary covers the whole file.
+The file may be incomplete, for example if the job was killed. Steps are marked by
+optimizers or hvd.mark_step(). Without marks, the summary covers the whole file.
 
-between: time between exchanges, in which the rank computes, loads or sleeps. exposed: time in which training
-waits for results. Its parts are negotiate, until all ranks have submitted; data, until the data from the
-other ranks has arrived; copying; reducing; and other, the rest of an exchange. hidden: time in which batches
-are exchanged while the rank computes.
+between: time between exchanges, in which the rank computes, loads data or sleeps. exposed: time in which
+training waits for results. Its parts are negotiate, until all ranks have submitted; data, until the data from
+the other ranks has arrived; copying; reducing; and other, the rest of an exchange. hidden: time in which
+batches are exchanged while the rank computes.
 """
 
 _COLUMNS = {key: key.replace("_", " ").removeprefix("wait for ") for key in (
@@ -47,8 +47,8 @@ def main(argv: Sequence[str]) -> int:
     add = parser.add_argument
     add("file", metavar="FILE", type=Path, help="file of `ringdance run --timeline FILE`")
     count = at_least(int, 0)
-    add("--steps", type=count, default=10, metavar="N", help="last steps to show (default: 10)")
-    add("--tensors", type=count, default=10, metavar="N", help="tensors to show (default: 10)")
+    add("--steps", type=count, default=10, metavar="N", help="number of last steps to show (default: 10)")
+    add("--tensors", type=count, default=10, metavar="N", help="number of tensors to show (default: 10)")
     add("--json", action="store_true", help="print everything as JSON, with times in seconds")
 
     def action() -> int:
@@ -112,7 +112,7 @@ def _show(console: Console, summary: dict[str, Any], steps: int, tensors: int) -
         console.print(Text(text), soft_wrap=True)
     for row in summary["unfinished"]:
         by, missing = (", ".join(map(str, row[key])) or "none" for key in ("submitted_by", "missing"))
-        text = f"At the end of the file {row['tensor']} waits: submitted by ranks {by}; missing: {missing}"
+        text = f"Pending at the end of the file: {row['tensor']}, submitted by ranks {by}; missing: {missing}"
         console.print(Text(text), soft_wrap=True)
 
 

@@ -16,7 +16,7 @@ Key = tuple[int, int]
 Span = tuple[str, float, float]
 """Name, start and end of a span. Times are in seconds."""
 
-_LINES = 20_000  # lines to parse at a time
+_LINES = 20_000  # number of lines to parse at a time
 
 
 class Trace:

@@ -13,14 +13,14 @@ from ringdance.settings.names import RANK_NAMES
 REPORT = "RINGDANCE_SEARCH_REPORT"
 """Environment variable that contains the path of the file to which a trial writes its reports."""
 STOP = ".stop"
-"""Suffix of the file that tells a trial to end. The rest of its path is the path of the reports."""
+"""Suffix that turns the path of the report file into the path of the file that tells a trial to end."""
 
 
 def report(value: float, step: int | None = None) -> None:
     """Report the objective's value to ``ringdance search``. Does nothing outside a search.
 
-    Only rank 0 reports a value. On other ranks, the call returns immediately. Call this function once at the
-    end of training, or after each epoch so that the search can prune unpromising trials.
+    Only rank 0 reports a value. On other ranks, the call has no effect. Call this function once at the end of
+    training, or after each epoch, so that the search can prune unpromising trials.
 
     Args:
         value: Objective value: a number or anything ``float()`` accepts, such as a one-element tensor.
@@ -42,4 +42,4 @@ def report(value: float, step: int | None = None) -> None:
         text = f"{os.path.dirname(target)} is missing on {os.uname().nodename}, where this rank runs. Run "
         raise FileNotFoundError(f"{text}`ringdance search` with a --study that all hosts share") from None
     if os.path.exists(target + STOP):
-        raise SystemExit("ringdance search: this trial is pruned")
+        raise SystemExit("ringdance search: this trial has been pruned")

@@ -41,24 +41,24 @@ exit code: 0 if a trial finished, 1 if none did or too many failed, 2 if nothing
 def main(argv: Sequence[str]) -> int:
     """Run ``ringdance search`` with the arguments ``argv``. Returns the exit code."""
     if argv and argv[0] in _SUBCOMMANDS:
-        return subcommands.run("ringdance search", "Look at a study.", _SUBCOMMANDS, argv)
+        return subcommands.run("ringdance search", "Show the results of a study.", _SUBCOMMANDS, argv)
     return as_program("ringdance search", lambda: _search(_parser().parse_args(list(argv))))
 
 
 def _parser() -> argparse.ArgumentParser:
     usage = "ringdance search SPACE.yaml [options] -- COMMAND [ARGUMENTS...]\n"
     usage += "       ringdance search show|best STUDY"
-    text = "Try parameters of a training script in parallel trials, and find the best."
+    text = "Find the best hyperparameters of a training script in parallel trials."
     commands = "\n".join(["commands:", *(f"  {name:<8}{one.help}" for name, one in _SUBCOMMANDS.items())])
     made = Parser(prog="ringdance search", usage=usage, description=text, epilog=f"{commands}\n{_EXAMPLE}")
     add = made.add_argument
-    add("space", metavar="SPACE.yaml", type=Path, help="parameters, objective, sampler and pruner")
+    add("space", metavar="SPACE.yaml", type=Path, help="file with parameters, objective, sampler and pruner")
     add("--study", type=Path, metavar="DIR", help="directory for the results (default: SPACE.search)")
-    text = "start each trial with `ringdance run` and N ranks (default: one process without it)"
+    text = "start each trial with `ringdance run` on N ranks (default: as a single process)"
     add("--ranks-per-trial", type=positive, metavar="N", help=text)
     text = "seconds for trials to exit after Ctrl-C or pruning (default: 30); a second Ctrl-C kills them"
     add("--grace", type=number, default=30.0, metavar="S", help=text)
-    add("command", nargs="+", metavar="COMMAND", help="after --: a trial, with {lr} for parameter lr")
+    add("command", nargs="+", metavar="COMMAND", help="command of a trial; {lr} stands for parameter lr")
     add_host_options(made.add_argument_group("hosts"), "hosts and their slots (default: this host's cores)")
     return made
 
@@ -91,7 +91,7 @@ def _search(arguments: argparse.Namespace) -> int:
 def _best(study: Study) -> str:
     """Return a shell command that repeats the best trial, with a new directory for its files."""
     if (best := study.best()) is None:
-        raise LaunchError(f"{study.directory}: no trial has finished yet. Run the search first")
+        raise LaunchError(f"{study.directory}: no trial has finished yet. Run the search first.")
     old, new = ((study.directory / name / f"{best.number:04}").resolve() for name in ("trials", "best"))
     words: list[str] = best.user_attrs["command"]
     if any(str(old) in word for word in words):
@@ -124,5 +124,5 @@ def _print_best(arguments: argparse.Namespace) -> int:
 
 _SUBCOMMANDS = {
     "show": Subcommand(_show, "list the trials of a study", _add_study),
-    "best": Subcommand(_print_best, "print the best command, ready to run", _add_study),
+    "best": Subcommand(_print_best, "print the command of the best trial, ready to run", _add_study),
 }

@@ -30,8 +30,8 @@ from ringdance.tools.search.space import Reader, fill
 from ringdance.tools.search.study import Study, short, table
 
 _POLL_S = 0.1
-_STOP_S = 5.0  # time for a pruned trial to reach its next report and exit
-_ALONE_S = 1.0  # time for other processes to exit once the trial's main process has exited
+_STOP_S = 5.0  # how long to wait for a pruned trial to reach its next report and exit
+_ALONE_S = 1.0  # how long other processes may outlive the trial's main process
 MARK = "RINGDANCE_SEARCH_TRIAL"
 """Environment variable that all processes of a trial inherit. Its value is the trial's directory."""
 _KILLED = 128 + signal.SIGKILL
@@ -54,7 +54,7 @@ def places(hosts: HostList, ranks: int) -> list[Place]:
     slots = [(host, number) for host, count in hosts for number in range(count - count % ranks)]
     slots += [(host, number) for host, count in hosts for number in range(count - count % ranks, count)]
     if len(slots) < ranks:
-        fix = f"Use fewer ranks per trial, --ranks-per-trial {len(slots)}, or more hosts, -H h1:4,h2:4"
+        fix = f"Pass --ranks-per-trial {len(slots)}, or more hosts, such as -H h1:4,h2:4"
         raise LaunchError(f"a trial needs {ranks} slots, but the hosts have only {len(slots)}. {fix}")
     return [slots[first : first + ranks] for first in range(0, len(slots) - ranks + 1, ranks)]
 
@@ -81,7 +81,7 @@ class Attempt:
 
     def start(self, command: Sequence[str], environ: Mapping[str, str]) -> None:
         """Start the trial in a new session. The output of its processes is written to the file ``log``."""
-        shutil.rmtree(self.directory, ignore_errors=True)  # left behind by an interrupted start
+        shutil.rmtree(self.directory, ignore_errors=True)  # may be left behind by an interrupted start
         self.directory.mkdir(parents=True)
         (self.directory / "params.json").write_text(json.dumps(self.trial.params) + "\n")
         words, none = ["/bin/sh", "-c", _SHELL, str(self.exit), *command], subprocess.DEVNULL
@@ -93,7 +93,7 @@ class Attempt:
 
     def code(self) -> int | None:
         """Return the exit code (128 + n after signal n), or None while the trial is running."""
-        if self.exit.exists() and (text := self.exit.read_text().strip()):  # empty after a host crash
+        if self.exit.exists() and (text := self.exit.read_text().strip()):  # may be empty after a host crash
             return int(text)
         return None if self._leader and self._leader.poll() is None else _KILLED
 
@@ -123,7 +123,7 @@ class Searcher:
     environ: Mapping[str, str]
     grace: float
     _signals: int = 0
-    # The lock protects the next two fields and the study. It is not held while a trial's reports are read.
+    # Protects the next two fields and the study. Not held while a trial's reports are being read.
     _waiting: list[int] = field(default_factory=list)  # numbers of trials to restart
     _failed: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -164,7 +164,7 @@ class Searcher:
             while attempt := self._next():
                 self._run(attempt, place)
         except BaseException:
-            self._signals += 1  # tells the other threads to end
+            self._signals += 1  # makes the other threads stop
             raise
 
     def _next(self) -> Attempt | None:
@@ -230,9 +230,9 @@ class Searcher:
     # --- outcome of a trial ------------------------------------------------------------------------
 
     def _finish(self, one: Attempt, left: bool = False) -> None:
-        """Record how a trial ended. A killed trial is restarted once.
+        """Record how a trial ended. Restart a killed trial once.
 
-        A trial left behind by a killed searcher (``left``) is always restarted if it was killed, too.
+        A killed trial that an earlier searcher left behind (``left``) is always restarted.
         """
         code, trial = one.code() or 0, one.trial
         self._passed_on(one, ended=True)
@@ -248,14 +248,14 @@ class Searcher:
         if 128 < code <= 128 + signal.SIGRTMAX and (left or not trial.user_attrs.get("killed")):
             trial.set_user_attr("killed", not left)
             self._waiting.append(trial.number)
-            return self._say(one, f"was killed and will start again: {reason}")
-        self._failed += bool(code or not one.reader.values)  # a high lr can cause NaN and inf
+            return self._say(one, f"was killed and will be restarted: {reason}")
+        self._failed += bool(code or not one.reader.values)  # NaN and inf are not counted
         trial.set_user_attr("reason", reason)
         self.study.tell(trial, "FAIL")
         self._say(one, f"failed: {reason}")
 
     def _set_aside(self, one: Attempt) -> Path:
-        """Move the directory of a failed attempt to ``failed``. Returns the new path of the directory."""
+        """Move a failed attempt's directory to ``failed``. Returns the directory's new path."""
         failed, name = self.study.directory / "failed", one.directory.name
         target = failed / f"{name}.{1 + len(list(failed.glob(f'{name}.*')))}"
         failed.mkdir(exist_ok=True)

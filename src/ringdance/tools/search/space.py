@@ -65,7 +65,7 @@ class Space:
         objective: The value to optimize.
         trials: Number of trials to run, including failed ones.
         failures: Number of failed trials after which the search stops.
-        sampler, pruner: Name and options of the Optuna sampler and of the pruner.
+        sampler, pruner: Names and options of the Optuna sampler and pruner.
     """
 
     parameters: Mapping[str, Parameter]
@@ -107,7 +107,7 @@ def parse_space(found: Any) -> Space:
 
 
 def _checked(name: str, found: Any, known: Sequence[str] = ()) -> dict[str, Any]:
-    """Check that ``found`` is a mapping, and its keys and values if ``known`` is given. Returns a copy."""
+    """Return a copy of the mapping ``found``. If ``known`` is given, also check its keys and values."""
     if not isinstance(found, Mapping):
         raise ValueError(f"{name} must be a mapping, with lines `key: value`. Received: {found!r}")
     for key, value in found.items() if known else ():
@@ -152,7 +152,7 @@ def check_command(space: Space, command: Sequence[str]) -> None:
     used = set(_PLACEHOLDER.findall(" ".join(command)))
     if lost := [name for name in space.parameters if not used & {name, "params"}]:
         text = f"no trial receives parameter {', '.join(lost)}. Write {{{lost[0]}}} into the command, as in "
-        raise LaunchError(text + "`env LR={lr} python train.py`, or {params} for a JSON file with all")
+        raise LaunchError(text + "`env LR={lr} python train.py`, or {params} for a JSON file with all values")
 
 
 def fill(texts: Sequence[str], values: Mapping[str, Any], directory: Path, slots: str) -> list[str]:
@@ -227,7 +227,7 @@ class Reader:
         """Return the trial's result, and the reason if the result is not finite ("" if it is)."""
         aim, numbers = self._objective, list(filter(math.isfinite, self.values))
         if not self.values:
-            return math.nan, f"no {aim.name} was found by {aim.line or 'ringdance.report'}"
+            return math.nan, f"no value of {aim.name} was found by {aim.line or 'ringdance.report'}"
         if aim.take == "best" and numbers:
             return max(numbers) if aim.goal == "maximize" else min(numbers), ""
         last = self.values[-1]

@@ -71,7 +71,9 @@ class Study:
             definition = self.study.user_attrs["definition"]
             self.space = space or parse_space(definition)
         except (ValueError, TypeError, LookupError, AssertionError, RecursionError) as error:
-            raise LaunchError(f"{journal} is damaged or not from `ringdance search`: {error}") from None
+            raise LaunchError(
+                f"{journal} is damaged, or was not written by `ringdance search`: {error}"
+            ) from None
         if (new := self.space.definition()) != definition:
             text = f"{directory} belongs to another search space: {definition}, not {new}"
             raise LaunchError(f"{text}. Use --study DIRECTORY for a new study")
@@ -103,13 +105,13 @@ class Study:
         self.directory.mkdir(parents=True, exist_ok=True)
         lock = self.directory / "ringdance-search.lock"
         if not lock.exists() and any(self.directory.iterdir()):
-            text = "has other files and is not a study. Use --study with a directory that is empty or new"
+            text = "contains other files and is not a study. Pass a new or empty directory with --study."
             raise LaunchError(f"{self.directory} {text}")
         self._lock = open(lock, "a+")  # noqa: SIM115
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            text = "another `ringdance search` is using this study. Wait until it exits, or change --study"
+            text = "another `ringdance search` is using this study. Wait until it exits, or change --study."
             raise LaunchError(f"{self.directory}: {text}") from None
         journal.with_name(f"{journal.name}.lock").unlink(missing_ok=True)
         if journal.exists() and not (data := journal.read_bytes()).endswith(b"\n"):
@@ -140,7 +142,7 @@ class Study:
         return self.study.best_trial if self.trials("COMPLETE") else None
 
     def trial(self, number: int | None = None) -> Trial:
-        """Return trial ``number``, or a new trial if None. Chooses values for parameters without a value."""
+        """Return trial ``number``, or a new trial if None, with a value for each of its parameters."""
         # Each trial has its own random seed, so that a resumed search, or a search with the next higher seed,
         # does not repeat the same random numbers.
         options = dict(self.space.sampler)

@@ -1,7 +1,7 @@
 """The backend "ringdance" of torch.distributed: ``dist.init_process_group("ringdance")``.
 
 Collectives on CPU tensors go through the engine, so DistributedDataParallel, FSDP and libraries built on them
-exchange through shared memory and MPI. Collectives on GPU tensors are left to NCCL. torch finds the backend
+exchange through shared memory and MPI. Collectives on GPU tensors go through NCCL. torch finds the backend
 through ``ringdance.training.torch_entry_point``.
 
 As with torch's own backends, the calls on a group are matched by order, results are written to the output

@@ -1,4 +1,4 @@
-"""Translate torch.distributed calls for the engine, or forward them to NCCL."""
+"""Submit torch.distributed calls to the engine, or forward them to NCCL."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def by_nccl(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def collective(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Like ``by_nccl``. In addition, a wrong argument on this rank makes the other ranks' calls fail."""
+    """Decorate a method as ``by_nccl`` does, and make other ranks' calls fail if it raises an error here."""
 
     @functools.wraps(method)
     def call(self: EngineGroup, *args: Any, **kwargs: Any) -> Any:
@@ -78,12 +78,12 @@ class EngineGroup(dist.ProcessGroup):  # type: ignore[misc]
         self._engine, self._number, self._known = weakref.ref(engine), set_id, engine.sets.find(set_id)
         self._options, self._timeout = options, options.timeout
         self._destroyed = False
-        self._coalesced: list[GroupWork] | None = None  # The calls since start_coalescing.
+        self._coalesced: list[GroupWork] | None = None  # Calls made since start_coalescing.
         self._recent: deque[GroupWork] = deque(maxlen=1024)
 
     @property
     def _set_id(self) -> int:
-        """Number of the process set. Raises ArgumentError if the set no longer exists."""
+        """The number of the process set. Raises ArgumentError if the set no longer exists."""
         engine, rank = session.engine(), self.rank()
         if self._destroyed:
             why = "was destroyed"
@@ -95,8 +95,8 @@ class EngineGroup(dist.ProcessGroup):  # type: ignore[misc]
             why = "belongs to an earlier job, from before shutdown() and init()"
         raise ArgumentError(
             f"This process group of {self.size()} ranks {why} (rank {rank} in the group, {engine.identity}). "
-            "Create the group again with new_group() or init_process_group(), and then everything that uses "
-            "the group, such as DistributedDataParallel."
+            "Create the group again with new_group() or init_process_group(), and then recreate everything "
+            "that uses the group, such as DistributedDataParallel."
         )
 
     def shutdown(self) -> None:
@@ -130,7 +130,10 @@ class EngineGroup(dist.ProcessGroup):  # type: ignore[misc]
     def nccl(self) -> Any:
         """The NCCL group of these ranks, which exchanges GPU tensors."""
         if not dist.is_nccl_available():
-            raise RuntimeError('The backend "ringdance" needs NCCL for GPU tensors. This torch has no NCCL.')
+            raise RuntimeError(
+                'The backend "ringdance" needs NCCL for GPU tensors, but this torch was built without NCCL. '
+                "Install a build of torch with NCCL."
+            )
         nccl_options = filled(dist.ProcessGroupNCCL.Options(), _timeout=self._timeout)
         store = dist.PrefixStore("nccl", self._options.store)
         return dist.ProcessGroupNCCL(store, self.rank(), self.size(), nccl_options)
@@ -139,7 +142,7 @@ class EngineGroup(dist.ProcessGroup):  # type: ignore[misc]
         """Return the root of a call, as a rank in this group. Raises ValueError if it does not exist."""
         root = int(opts.rootRank)
         if not 0 <= root < self.size():
-            raise ValueError(f"{name}: rank {root} does not exist in this group of {self.size()} ranks.")
+            raise ValueError(f"{name}: root rank {root} does not exist in this group of {self.size()} ranks.")
         return root
 
     def _seconds(self, opts: Any) -> float:
@@ -181,7 +184,7 @@ class EngineGroup(dist.ProcessGroup):  # type: ignore[misc]
             wait_at_end(started)
             register_work(tensors, started)
             # DistributedDataParallel.join() passes the work of a call on a one-element tensor to C++, which
-            # calls ``wait`` but holds no reference to the Python object. So keep a reference for a while.
+            # calls ``wait`` but holds no reference to the Python object. Keep references to the latest works.
             if (
                 len(tensors) == 1 and tensors[0].numel() == 1 and not tensors[0].is_sparse
                 and tensors[0].untyped_storage().nbytes() <= _SMALL_BYTES

@@ -19,7 +19,8 @@ def check_dtypes(name: str, outputs: Tensors, inputs: Tensors) -> None:
     for output, source in zip(outputs, inputs, strict=True):
         if output.dtype is not source.dtype:
             raise ValueError(
-                f"{name}: the output has dtype {output.dtype}, but the input has dtype {source.dtype}."
+                f"{name}: the output has dtype {output.dtype}, but the input has dtype {source.dtype}. Use "
+                "the same dtype for both."
             )
 
 
@@ -47,6 +48,7 @@ def flat(tensors: Tensors, moved: bool = False) -> tuple[list[Array], Finish]:
     """Return flat views of tensors, and a function that copies results back to the tensors.
 
     Non-contiguous tensors are copied first, and the views refer to the copies.
+
     Args:
         tensors: Tensors of any shape.
         moved: True if the call only moves data. Tensors with 1-byte dtypes are then sent as bytes, because
@@ -74,7 +76,9 @@ def distribute(result: Array, outputs: Tensors) -> None:
     """Split a flat result and copy its parts to the outputs."""
     targets, finish = flat(outputs, moved=True)
     if sum(target.size for target in targets) != result.size:
-        raise ValueError("The tensors sent by the ranks and the outputs have different sizes.")
+        raise ValueError(
+            "The outputs and the tensors that the ranks sent have different sizes. Make the sizes match."
+        )
     start = 0
     for target in targets:
         target[...] = result[start : start + target.size]

@@ -37,7 +37,7 @@ _OPERATIONS = {
 }  # fmt: skip
 _jobs = itertools.count()
 _LAST = timedelta(seconds=5)
-_NO_TAG = 1 << 30  # No message uses this tag. See ``_TAGS`` in process_group.py.
+_NO_TAG = 1 << 30  # A tag that no message uses. See ``_TAGS`` in process_group.py.
 
 
 def _tensor(array: Array) -> torch.Tensor:
@@ -56,7 +56,7 @@ class _Started:
     def test(self) -> bool:
         if not self._work.is_completed():
             return False
-        self._work.wait()  # Raises the error if the call failed.
+        self._work.wait()  # Raises an exception if the call failed.
         if self._finish is not None:
             self._finish()
             self._finish = None
@@ -83,7 +83,7 @@ class _Transfer:
             self._error = error
 
     def give_up(self) -> None:
-        """Stop the waiting thread: a call that times out makes gloo close the connection and wake it."""
+        """Stop the waiting thread with a call that times out, which makes gloo close the connection."""
         if self._rank is not None and self._thread.is_alive():
             with contextlib.suppress(RuntimeError):
                 self._group.recv([torch.empty(1)], self._rank, _NO_TAG).wait(timedelta(milliseconds=1))
@@ -116,8 +116,8 @@ def world(
         store: Store from torch.distributed, used only for this transport.
         rank: Rank of this process.
         size: Number of ranks.
-        window_bytes: Size of each rank's buffers in its host's window, or 0 for no window.
-        vector_bytes: Size of the longest agreement vector.
+        window_bytes: Size in bytes of each rank's buffers in its host's window, or 0 for no window.
+        vector_bytes: Size in bytes of the longest agreement vector.
         common: Values that must be equal on all ranks, by name.
 
     Raises:
@@ -139,8 +139,8 @@ _own: dict[tuple[int, int], Any] = {}  # Stores returned by own_store, keyed by 
 def own_store(store: Any, rank: int, size: int) -> Any:
     """Return a store that lives as long as rank 0's process.
 
-    The store of torchrun's agent already does. Other torch.distributed stores end with their process group,
-    so rank 0 serves a new one.
+    A store that torchrun's agent serves is returned as it is. Other torch.distributed stores end with their
+    process group, so rank 0 serves a new store.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return store
@@ -164,7 +164,7 @@ def _gather(store: Any, key: str, rank: int, size: int, value: Any) -> list[Any]
     except RuntimeError as error:
         raise RankLostError(
             f"Rank {rank} of {size} on host {socket.gethostname()} did not find the other ranks in torch's "
-            f"store. Check that all ranks and torchrun's agent are running. {error}"
+            f"store. Check that all ranks and torchrun's agent are running. torch reported: {error}"
         ) from error
 
 
@@ -311,7 +311,7 @@ class GlooTransport(Transport):
             yield
         except RuntimeError as error:
             who = self.identities[0]
-            text = f"The store through which ranks send messages cannot be reached. Has {who} exited? {error}"
+            text = f"The store for messages between ranks is unreachable. Check if {who} has exited. {error}"
             raise RankLostError(text) from error
 
     def state(self, rank: int) -> str:
@@ -326,7 +326,7 @@ class GlooTransport(Transport):
                 self._leave_store()
 
     def _leave_store(self) -> None:
-        """Announce that this rank has finished using the store. Rank 0, which may serve it, waits for all."""
+        """Announce that this rank is done with the store. Rank 0, which may serve it, waits for all ranks."""
         with contextlib.suppress(RuntimeError):
             self._store.set(f"closed/{self.rank}", "")
             if self.rank == 0:

@@ -1,7 +1,7 @@
 """Join the job that a torch.distributed process group needs, and number the groups.
 
-torch creates a group only on its members. They meet through torch's store, agree on a number that none of
-them uses yet, and create a process set in the engine.
+torch creates a group only on its members. They find each other through torch's store, agree on a number that
+none of them uses yet, and create a process set in the engine.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ringdance.torch.device.communicators import dist
 from ringdance.training import basics, session
 from ringdance.training.startup import launched_size
 
-_attempt = ""  # Prefix of this attempt's keys in the store.
+_attempt = ""  # Prefix for this attempt's keys in the store.
 
 
 def process_set(options: Any) -> int:
@@ -32,12 +32,12 @@ def process_set(options: Any) -> int:
 
     Raises:
         ArgumentError: The ranks are not in ascending order, the first group does not include all ranks, or
-            torch.distributed and the job number the ranks differently.
+            this process has different ranks in torch.distributed and in the job.
     """
     ranks, rank, size = tuple(options.global_ranks_in_group), options.group_rank, options.group_size
     if list(ranks) != sorted(ranks):
         raise ArgumentError(
-            f'The backend "ringdance" needs ranks in ascending order, but got {list(ranks)}. Remove '
+            f'The "ringdance" backend requires ranks in ascending order, but got {list(ranks)}. Remove '
             "sort_ranks=False from new_group()."
         )
     if not session.is_initialized():
@@ -92,20 +92,21 @@ def _agreed(store: Any, rank: int, size: int) -> str:
             if store.check([f"hello/{other}"]):
                 store.set(store.get(f"hello/{other}").decode(), own)
         time.sleep(0.01)
-    return own  # If some ranks are missing, the next use of the store fails.
+    return own  # If a rank is missing, the next use of the store will fail.
 
 
 def _started_by_torchrun() -> bool:
-    """Return True if torchrun started the ranks, so that MPI does not know them."""
+    """Return True if torchrun started the ranks, rather than MPI or ``ringdance run``."""
     own = LAUNCH_PREFIX in os.environ  # `ringdance run` also sets torchrun's variables.
     return launched_size() is None or ("TORCHELASTIC_RUN_ID" in os.environ and not own)
 
 
 def _meet(engine: Engine, options: Any) -> int:
-    """Wait for the other members of a new group. Returns a number that none of them uses yet.
+    """Wait for the other members of a new group. Returns a group number that none of them uses yet.
 
-    All keys are then deleted from the store: if a group is created with ``use_local_synchronization=True``
-    and later destroyed, torch reuses its key prefix for the next group of the same ranks.
+    The last member deletes all keys from the store, because if a group is created with
+    ``use_local_synchronization=True`` and later destroyed, torch reuses its key prefix for the next group of
+    the same ranks.
     """
     store, root, size, rank = options.store, options.store, options.group_size, options.group_rank
     if size == 1:
@@ -132,7 +133,7 @@ def _meet(engine: Engine, options: Any) -> int:
 def _wait_for_members(engine: Engine, options: Any) -> None:
     """Wait until all members of the new group have arrived, or raise an error on all of them.
 
-    The first member to decide whether the wait has succeeded or failed decides for all members.
+    The first member that decides whether the wait has succeeded or failed decides for all members.
     """
     store, size, begun, pause = options.store, options.group_size, time.monotonic(), 1e-3
     ranks, reported = list(options.global_ranks_in_group), False

@@ -1,4 +1,4 @@
-"""The process group of the backend "ringdance": the collectives that torch calls."""
+"""The process group of the backend "ringdance", with the methods that torch calls."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _OPERATIONS = {
     "SUM": ReduceOp.SUM, "AVG": ReduceOp.AVERAGE, "MIN": ReduceOp.MIN, "MAX": ReduceOp.MAX,
     "PRODUCT": ReduceOp.PRODUCT,
 }  # fmt: skip
-_TAGS = 1 << 30  # Message tags must be less than this.
+_TAGS = 1 << 30  # Upper bound for message tags, exclusive.
 
 
 class ProcessGroup(EngineGroup):
@@ -97,7 +97,9 @@ class ProcessGroup(EngineGroup):
         """Gather the entries of all ranks' sparse tensors, which together represent the sum."""
         indices, values = sparse_entries(tensor)
         if _operation(opts) is not ReduceOp.SUM:
-            raise ValueError('The backend "ringdance" reduces sparse tensors only by SUM.')
+            raise ValueError(
+                'The backend "ringdance" reduces sparse tensors only by SUM. Use ReduceOp.SUM or to_dense().'
+            )
         arrays = [array_of(indices.t().contiguous()), array_of(values.contiguous())]
 
         def finish(results: list[Array]) -> None:
@@ -135,9 +137,9 @@ class ProcessGroup(EngineGroup):
         for source, target, counts in zip(sources, targets, sizes, strict=True):
             if sum(counts) != source.size or counts[self.rank()] != target.size:
                 raise ValueError(
-                    f"reduce_scatter: the input has {source.size} elements, the parts have {counts}, and "
-                    f"this rank's output has {target.size}. The parts must add up to the input, and this "
-                    "rank's part must be as large as its output."
+                    f"reduce_scatter: the input has {source.size} elements, its parts have {counts}, and "
+                    f"this rank's output has {target.size}. The sizes of the parts must add up to the size "
+                    "of the input, and this rank's part must be as large as its output."
                 )
         equal = all(len(set(counts)) == 1 for counts in sizes)
         if equal and operation in (ReduceOp.SUM, ReduceOp.AVERAGE):
@@ -221,8 +223,8 @@ class ProcessGroup(EngineGroup):
         if sum(rows) != len(given) or sum(wanted) != len(output):
             raise ValueError(
                 f"all_to_all_single: the input splits {rows} must add up to {len(given)} rows, and the "
-                f"output splits {wanted} to {len(output)} rows. Without splits, both numbers of rows must be "
-                f"multiples of {self.size()}."
+                f"output splits {wanted} must add up to {len(output)} rows. If you pass no splits, both row "
+                f"counts must be multiples of {self.size()}."
             )
         width, wide = source.size // max(1, len(given)), target.size // max(1, len(output))
         expected = [count * wide for count in wanted]
@@ -282,11 +284,14 @@ class ProcessGroup(EngineGroup):
         state = engine.sets.find(self._set_id).state
         if state is None or not 0 <= tag < _TAGS:
             raise ValueError(
-                f"{verb}: the group must have two or more ranks, and the tag must be in [0, {_TAGS}), but "
-                f"got tag={tag}."
+                f"{verb}: a message needs a group of two or more ranks and a tag in [0, {_TAGS}), but got "
+                f"tag={tag}."
             )
         if rank is not None and (not 0 <= rank < self.size() or rank == self.rank()):
-            raise ValueError(f"{verb}: rank {rank} is not another rank in this group of {self.size()} ranks.")
+            raise ValueError(
+                f"{verb}: rank {rank} is not another rank in this group of {self.size()} ranks. Pass the "
+                "group rank of a different member."
+            )
         if engine.closed:
             raise engine.end.error()
         pending = getattr(state.transport, verb)(array.view(np.uint8), rank, tag)
@@ -305,5 +310,7 @@ class ProcessGroup(EngineGroup):
 def _operation(opts: Any) -> ReduceOp:
     name = str(getattr(opts.reduceOp, "op", opts.reduceOp)).rpartition(".")[2]
     if name not in _OPERATIONS:
-        raise ValueError(f'The backend "ringdance" reduces by SUM, AVG, MIN, MAX or PRODUCT, not by {name}.')
+        raise ValueError(
+            f'The backend "ringdance" does not support ReduceOp.{name}. Use SUM, AVG, MIN, MAX or PRODUCT.'
+        )
     return _OPERATIONS[name]

@@ -35,11 +35,11 @@ from ringdance.training.gradients.cores import wants_overlap
 Finish = Callable[[list[Array]], None]
 
 _NO_TIMEOUT = timedelta(0)
-_PASSES = 64  # Maximum number of backward passes in progress, in different threads or nested.
+_PASSES = 64  # Maximum number of backward passes in progress, whether nested or in different threads.
 
 
 class _Future(torch.futures.Future[Any]):
-    """The future of a work, or of a callback chained to it. A caller that waits in Python completes it."""
+    """The future of a work, or of a callback chained to it. Waiting for it in Python completes it."""
 
     def __init__(self, work: GroupWork) -> None:
         super().__init__()
@@ -65,8 +65,8 @@ class _Future(torch.futures.Future[Any]):
 class GroupWork(dist.Work):
     """An asynchronous call of a process group.
 
-    The engine completes it: the outputs contain the results as soon as the engine's works are done, even if
-    no thread waits for them. Until then, the engine keeps this object alive.
+    The engine completes the call. The outputs contain the results as soon as the engine's works are done,
+    even if no thread waits for them. Until then, the engine keeps this object alive.
 
     Args:
         engine: The engine of this rank.
@@ -90,11 +90,11 @@ class GroupWork(dist.Work):
         self._tensors, self._finish, self._timeout = list(tensors), finish, timeout
         self._expected, self._lock = expected, threading.Lock()
         self._complete = False
-        self._seen = False  # True once the caller has been told that the work is complete.
+        self._seen = False  # True once the caller was told that the work is complete.
         self._error: BaseException | None = None
         self._future: _Future | None = None
         self._settled = False
-        self.in_pass = False  # True if the end of a backward pass waits for this work.
+        self.in_pass = False  # True if this work is awaited at the end of a backward pass.
         for work in works:
             work.when_done(self._one_done)
 
@@ -139,7 +139,7 @@ class GroupWork(dist.Work):
         """Raise DistBackendError if the caller passed a timeout (``given``). Otherwise, make the group fail.
 
         After the group's timeout, the request is still in flight and uses the caller's memory, and a late
-        peer would match it with a later call. Therefore, later calls cannot be trusted.
+        peer could match it with a later call. Therefore, later calls must fail, too.
         """
         who = f"rank {self._engine.rank} ({self._engine.identity.host})"
         text = (
@@ -147,7 +147,7 @@ class GroupWork(dist.Work):
             "(timeout= of init_process_group or of the call)"
         )
         if given:
-            raise dist.DistBackendError(f"{text}. It is still running, so you can wait for it again.")
+            raise dist.DistBackendError(f"{text}. The call is still running, so you can wait for it again.")
         what = "its group" if self._set_id else "the job"
         text = f"{text}, so {what} has failed. Run `ringdance explain` to see which ranks have not called it."
         error = dist.DistBackendError(text)
@@ -161,7 +161,7 @@ class GroupWork(dist.Work):
             self._deliver()
 
     def _deliver(self, error: BaseException | None = None) -> None:
-        """Copy results to the outputs, or store the error. Later calls have no effect. Thread: any."""
+        """Copy results to the outputs, or store the error. Repeated calls have no effect. Thread-safe."""
         with self._lock:
             if self._complete:
                 return
@@ -186,7 +186,10 @@ class GroupWork(dist.Work):
         for result, target in zip(results, self._targets, strict=False):
             if result is not target:
                 if result.size != target.size or result.dtype != target.dtype:
-                    raise ValueError(f"{name}: the ranks sent tensors of different sizes or dtypes.")
+                    raise ValueError(
+                        f"{name}: the ranks sent tensors of different sizes or dtypes. Use the same size and "
+                        "dtype on all ranks."
+                    )
                 target[...] = result.reshape(target.shape)
         if self._finish is not None:
             self._finish(results)
@@ -208,8 +211,8 @@ class GroupWork(dist.Work):
     def is_completed(self) -> bool:
         try:
             if not self._complete and all(work.done() for work in self._works):
-                self._deliver()  # For transfers, or if another thread is about to deliver.
-        except Exception as error:  # A transfer has failed.
+                self._deliver()  # Needed for transfers, or if another thread is about to deliver.
+        except Exception as error:  # Raised if a transfer failed.
             self._deliver(error)
         if not self._complete and self.in_pass:
             self._engine.flush(self._set_id)
@@ -239,12 +242,12 @@ class GroupWork(dist.Work):
         """Return a future that gets the outputs or, if the call fails, the error."""
         if self._future is None:
             self._future = _Future(self)
-            # Callbacks may make calls, which match by order, so this order must not depend on when the engine
-            # completes this work. Callbacks therefore run at the end of the pass, in a thread, or immediately
-            # if this rank has already waited.
+            # Callbacks may make calls, which match by order. Therefore, the order of callbacks must not
+            # depend on when the engine completes each work. They run at the end of the pass, in a thread or,
+            # if this rank has already waited for the work, immediately.
             if self._seen:
                 self.settle()
-            elif not self._works or isinstance(self._works[0], Transfer):  # Transfers need no order.
+            elif not self._works or isinstance(self._works[0], Transfer):  # Not matched by order.
                 threading.Thread(target=self.settle, name="ringdance transfer", daemon=True).start()
             elif not self.in_pass:
                 _waiters[self._set_id].put(self)
@@ -273,7 +276,7 @@ class _Waiter:
 
 # One per process set, so that process sets do not wait for each other.
 _waiters: defaultdict[int, _Waiter] = defaultdict(_Waiter)
-_passes: dict[int, list[GroupWork]] = {}  # For each backward pass, the works to await at its end.
+_passes: dict[int, list[GroupWork]] = {}  # The works to await at the end of each backward pass.
 
 
 @lru_cache(maxsize=1)
@@ -294,7 +297,7 @@ def wait_at_end(work: GroupWork) -> None:
     if task in _passes:
         _passes[task].append(work)
         return
-    while len(_passes) > _PASSES:  # Drop failed passes: the callback at their end never runs.
+    while len(_passes) > _PASSES:  # Drop failed passes, whose end callbacks never run.
         _passes.pop(min(_passes), None)
     _passes[task] = [work]
     _private.queue_callback(lambda: _wait_for_pass(task))

@@ -18,7 +18,7 @@ import torch.distributed
 from ringdance.errors import RankLostError
 from ringdance.training import session
 
-dist: Any = torch.distributed  # Its type stubs lack names that are used here.
+dist: Any = torch.distributed  # Any, because the type stubs lack some of the names used here.
 _FIRST_CALL = timedelta(minutes=5)  # Time limit for the ranks to connect.
 # TIMEOUT applies to an exchange between GPUs that all ranks have enqueued. In all other cases, as with gloo,
 # the engine detects missing ranks.

@@ -59,7 +59,7 @@ class Launched:
 
 
 def direct_exchange(engine: Engine, set_id: int, kind: str, name: str) -> TorchExchange | None:
-    """Create another communicator for a process set. Blocks until all of its members have called this.
+    """Create a second communicator for a process set. Blocks until all of its members have called this.
 
     Returns None on all ranks if the set has not yet exchanged tensors on the device type ``kind``.
 
@@ -86,6 +86,6 @@ def direct_exchange(engine: Engine, set_id: int, kind: str, name: str) -> TorchE
             raise engine.end.error()
         time.sleep(1e-3)
     exchange = connected.result()
-    # Replace the dictionary, because the engine thread may be reading it.
+    # Replace the dictionary instead of modifying it, because the engine thread may be reading it.
     state.exchange.devices = {**state.exchange.devices, name: exchange}
     return exchange

@@ -26,13 +26,13 @@ from ringdance.torch.device.streams import enqueue, module_of
 from ringdance.training.checks import know_dtypes
 
 Pairs = Sequence[tuple[Description, Request | None]]
-# The started calls, and a function that returns the results of each request once the calls are complete.
+# Started calls, and a function that returns each request's results once the calls are complete.
 Started = tuple[list[Any], Callable[[], list[list[Tensor]]]]
 
 _DTYPES = know_dtypes(torch)
 _SUMMED = frozenset({torch.uint8, torch.int8, torch.int32, torch.int64})
 _HALVES = frozenset({torch.float16, torch.bfloat16})
-_aborted: list[Any] = []  # Aborted groups, kept alive because their unfinished calls still use tensors.
+_aborted: list[Any] = []  # Keeps aborted groups alive, because their unfinished calls still use tensors.
 
 
 def exchanges(kind: Collective, operation: ReduceOp, scales: tuple[float, float], dtype: torch.dtype) -> bool:
@@ -50,7 +50,7 @@ def exchanges(kind: Collective, operation: ReduceOp, scales: tuple[float, float]
 
 
 class TorchExchange:
-    """The ``DeviceExchange`` of a process set. Blocks at creation until all members have created theirs.
+    """The ``DeviceExchange`` of a process set. The constructor blocks until all members have called it.
 
     Args:
         store: Store of the set's members.
@@ -83,7 +83,7 @@ class TorchExchange:
         return results
 
     def _run(self, pairs: Pairs, start: Callable[[], Started]) -> Steps:
-        """Start calls and return their results. On a GPU, the stream waits for them, the host does not."""
+        """Start calls and return their results. On a GPU, only the stream waits for them, not the host."""
         context = self._exchange.context
         requests = [request for _, request in pairs if request is not None]
         if self._stream is None:
@@ -152,7 +152,7 @@ class TorchExchange:
     def _reduce_flat(
         self, tensors: list[Tensor], outputs: list[Any], d: Description
     ) -> tuple[Any, Callable[[], list[Tensor]]]:
-        """Start reducing tensors of one dtype as one flat tensor. For ``outputs``, see ``_outputs``."""
+        """Start reducing tensors of one dtype as one flat tensor. ``outputs`` come from ``_outputs``."""
         lone = len(tensors) == 1 and outputs[0] is not None and outputs[0].data_ptr() == tensors[0].data_ptr()
         flat = tensors[0].reshape(-1) if lone else torch.cat([tensor.reshape(-1) for tensor in tensors])
         wire, operation = self._prepared(flat, d)
@@ -293,13 +293,13 @@ class TorchExchange:
             self._under_way.popleft()
 
     def close(self, agreed: bool) -> None:
-        """Free the communicator. Unless ``agreed``, abort it in a thread, because this can take a while."""
+        """Free the communicator. Unless all ranks ``agreed`` to this, abort it in a background thread."""
         group, self.group = self.group, None
         self._under_way.clear()
         if group is None or (agreed and self._stream is None):
             return
         if self._stream is not None and agreed:
-            self._stream.synchronize()  # Otherwise, enqueued calls would be aborted.
+            self._stream.synchronize()  # Without this, enqueued calls would be aborted.
             group.shutdown()
             return
         _aborted.append(group)

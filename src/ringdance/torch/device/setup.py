@@ -15,11 +15,11 @@ from ringdance.torch.device.exchange import TorchExchange
 from ringdance.torch.device.streams import mark, module_of
 from ringdance.training import session
 
-_last: dict[str, torch.device] = {}  # Device of the last tensor that this rank submitted, by device type.
+_last: dict[str, torch.device] = {}  # Device of this rank's last tensor, by device type.
 
 
 def submitted(tensor: Tensor) -> Any:
-    """Note the device of a tensor. Returns the event after which the tensor holds the data to send."""
+    """Store a tensor's device for ``make_exchange``. Returns the event after which the tensor is ready."""
     _last[tensor.device.type] = tensor.device
     return mark(tensor)
 
@@ -30,8 +30,8 @@ def make_exchange(exchange: Exchange, kind: str) -> Steps:
     on_thread, device = exchange.context.on_thread, torch.device(kind)
     if kind != "cpu":
         module = module_of(device)
-        place = session.engine().local_rank % module.device_count()  # Used if this rank has joined.
-        device = _last.get(kind, torch.device(kind, place))  # This thread's current device is GPU 0.
+        place = session.engine().local_rank % module.device_count()  # Default if this rank has sent nothing.
+        device = _last.get(kind, torch.device(kind, place))  # Explicit, as this thread's device is GPU 0.
         about = module.get_device_properties(device)
         advice = "Call torch.cuda.set_device(hvd.local_rank()) after hvd.init()"
         yield from check_devices(exchange, str(getattr(about, "uuid", device.index)), advice)

@@ -20,7 +20,7 @@ def module_of(device: torch.device) -> Any:
 
 @contextlib.contextmanager
 def enqueue(stream: Any, events: Sequence[Any], tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Enqueue the block's work on ``stream``, after ``events``. ``tensors`` are the tensors that it uses."""
+    """Enqueue the block's work, which uses ``tensors``, on ``stream``, to run after ``events``."""
     for event in events:
         stream.wait_event(event)
     module = module_of(stream.device)
@@ -36,14 +36,14 @@ def mark(tensor: Tensor) -> Any:
 
 
 def wait_on_host(event: Any, seconds: float = 60.0) -> None:
-    """Make the host wait for an event unless it is None. The time is limited, because a peer may be lost."""
+    """Block the host until an event completes, but not longer than ``seconds``, as a peer may be lost."""
     until = time.monotonic() + seconds
     while event is not None and not event.query() and time.monotonic() < until:
         time.sleep(1e-4)
 
 
 def await_results(results: DeviceResults) -> list[Tensor]:
-    """Return the results. The current stream, but not the host, waits until they are valid."""
+    """Return the results after making the current stream, but not the host, wait until they are valid."""
     if results.event is not None:
         stream = module_of(results[0].device).current_stream(results[0].device)
         stream.wait_event(results.event)

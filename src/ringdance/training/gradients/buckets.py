@@ -31,10 +31,10 @@ class Bucket:
 
     name: str
     members: tuple[int, ...]
-    expected: tuple[int, ...]  # The gradients that the last exchange reduced. The same on all ranks.
-    lacking: int = 0  # Number of expected gradients still missing, plus unexpected ones computed.
+    expected: tuple[int, ...]  # Gradients that the last exchange reduced, the same on all ranks.
+    lacking: int = 0  # Number of missing expected gradients plus unexpected ones.
     work: Work | None = None
-    kinds: bytes = b""  # Kinds of ``expected`` before an early send, which makes sparse gradients dense.
+    kinds: bytes = b""  # Kinds of the gradients before an early send, which makes sparse ones dense.
 
 
 def parts_of(
@@ -95,7 +95,7 @@ class Buckets:
         return prepared(how.kind, name, how.operation, how.prescale, how.postscale, how.set_id, grouped=True)
 
     def divide(self, overlap: bool) -> None:
-        """Divide the parameters into the groups and the rest, which is split into parts if ``overlap``.
+        """Create a bucket for each group. The other parameters form one bucket, or several if ``overlap``.
 
         Thread: exchanging.
         """
@@ -120,7 +120,7 @@ class Buckets:
             labels.note(f"grouped_allreduce.{name}", self.whole.name or "", "gradients", chosen)
 
     def restart(self, wait: bool = False) -> None:
-        """Discard the requests, and expect the gradients of the next pass.
+        """Discard the requests, and prepare for the gradients of the next pass.
 
         Thread: exchanging or script.
 
@@ -210,7 +210,7 @@ class Buckets:
         return self.source.send(self.call(name), self.engine, indices, zeros, wake)
 
     def abandon(self) -> None:
-        """After an error, wait up to a second for each request, because requests use the gradients' memory.
+        """Wait up to a second for each request after an error, because requests use the gradients' memory.
 
         Thread: exchanging or script.
         """

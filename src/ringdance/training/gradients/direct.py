@@ -1,7 +1,7 @@
 """Exchange buckets of gradients on their device as soon as each bucket is complete.
 
 Note [Direct buckets]
-Gradients that are exchanged on their device (``DeviceExchange``) take a different fast path. After
+Gradients that are exchanged on their device (``DeviceExchange``) have a separate fast path. After
 several steps in which all ranks computed the same gradients, a copy of each bucket is exchanged as soon as
 the bucket is complete, without a round of agreement, in a fixed order and through a dedicated communicator.
 The mask at the end of the pass shows whether all ranks had the expected gradients. If so, the copies become

@@ -4,7 +4,7 @@ A binding calls ``GradientExchange`` for each gradient (``on_gradient``) and at 
 pass (``on_backward_end``). The binding provides the gradients as NumPy views (``GradientSource``).
 
 Note [Exchange of gradients]
-When: at the end of every ``passes``-th backward pass, before the call returns, so that code that clips or
+When: at the end of every ``passes``-th backward pass, before backward returns, so that code that clips or
 unscales gradients or computes norms sees reduced gradients on all ranks. If a rank does not run such a pass
 in a step, it exchanges in ``finish_exchange()``, which the optimizer's step calls.
 
@@ -131,7 +131,7 @@ class GradientExchange:
         self._groups = groups
         self._overlap_changed = False
         exchanges.add(self)
-        self._digest = digest_of("\0".join(names)).hex()  # Does not change when names are added. See extend.
+        self._digest = digest_of("\0".join(names)).hex()  # Stays the same when names are added. See extend.
         self._join()
 
     def _join(self) -> None:
@@ -152,7 +152,7 @@ class GradientExchange:
         self.step = 0
         self.mode = Mode.MASKED
         self.overlap = False  # True once all ranks have agreed, which takes at least one mask.
-        self._trained: set[int] = set()  # Parameters reduced so far, equal on all ranks.
+        self._trained: set[int] = set()  # Parameters reduced so far, the same on all ranks.
         operation, scales = self.operation, self._scales
         call = Call(Collective.ALLREDUCE, self.name, operation, *scales, self.set_id, grouped=True)
         labels.note(f"grouped_allreduce.{self.name}.expected", self.name, "gradients", self.names)
@@ -218,10 +218,10 @@ class GradientExchange:
         if state.reduced[index] and self.operation is not ReduceOp.AVERAGE:
             raise AssertionError(
                 f"The gradient of {self.names[index]} was computed again, or replaced, after it had been "
-                "reduced. Only op=Average allows that. Call optimizer.step() or zero_grad() after each "
-                f"exchange, or set backward_passes_per_step (now {self.passes}) to the number of passes per "
-                "step. Change reduced gradients in place, or call step() in skip_synchronize(). To replace "
-                "local gradients, set reduce_in_backward=False."
+                "reduced. Only op=Average allows that. If a pass computed it again, call optimizer.step() or "
+                f"zero_grad() after each exchange, or set backward_passes_per_step (now {self.passes}) to "
+                "the number of passes per step. If the script replaced it, change it in place, call step() "
+                "in skip_synchronize(), or set reduce_in_backward=False to replace local gradients."
             )
         if not state.computed[index]:
             state.computed[index] = 1
@@ -235,7 +235,7 @@ class GradientExchange:
             )
 
     def _count(self, index: int) -> None:
-        """Send the gradient's bucket if the bucket is complete. Thread: as for ``on_gradient``."""
+        """Count a computed gradient, and send its bucket once complete. Thread: as for ``on_gradient``."""
         buckets = self.buckets
         bucket = buckets.of[index]
         bucket.lacking += -1 if index in buckets.expected else 1
@@ -278,7 +278,7 @@ class GradientExchange:
         self.begin()
 
     def begin(self) -> None:
-        """Begin a step: later changes to gradients count for the next exchange. Thread: script."""
+        """Begin a step, so that later changes to gradients count for the next exchange. Thread: script."""
         if self.operation is not ReduceOp.AVERAGE:
             self.source.settle()
         self.reset()
@@ -303,7 +303,7 @@ class GradientExchange:
                 raise
             raise MismatchError(
                 f"Gradients from different steps were exchanged together: rank {self.engine.rank} is in step "
-                f"{self.step}, {error}. Some ranks ran more backward passes than others before "
+                f"{self.step}, and {error}. Some ranks ran more backward passes than others before "
                 "optimizer.step(). Run the same number on all ranks (a pass may skip parameters), replace "
                 "gradients after a pass on all ranks or none, or exchange only in step(), with "
                 "reduce_in_backward=False."
@@ -370,14 +370,14 @@ class GradientExchange:
             path.back_off()
 
     def _continue_masked(self, abort: bool = False) -> None:
-        """Exchange by the mask for more steps than last time. ``abort``: see ``DirectBuckets.leave``."""
+        """Exchange by the mask, for more steps than last time. ``abort``: see ``DirectBuckets.leave``."""
         if self.mode is Mode.DIRECT:
             self._direct.leave(abort)
         self.mode = Mode.MASKED
         self._fast_path.back_off()
 
     def _exchanged(self, union: bytes) -> None:
-        """Record that the gradients in ``union`` have been reduced."""
+        """Record that the gradients in ``union`` were reduced."""
         state = self.state
         if self.operation is not ReduceOp.AVERAGE:
             both = zip(union, state.reduced, strict=True)
@@ -394,7 +394,7 @@ class GradientExchange:
         self.source.close_direct()
 
     def abandon(self) -> None:
-        """After an error, wait for requests in flight, which still use the gradients' memory, then reset."""
+        """Wait for requests in flight after an error, because they use the gradients' memory. Then reset."""
         if self.mode is Mode.DIRECT:
             self._continue_masked(abort=True)
         self.buckets.abandon()

@@ -39,7 +39,7 @@ class FastPath:
         call: Call that has the name, process set, operation and scales of the exchange.
 
     Attributes:
-        expected_kinds: Kinds of the gradients agreed on last. Empty if one was sparse.
+        expected_kinds: Kinds of the gradients agreed on last, or empty if one was sparse.
     """
 
     def __init__(self, engine: Engine, source: GradientSource, call: Call) -> None:
@@ -75,7 +75,7 @@ class FastPath:
         """Average the expected gradients. If a rank has different ones, change nothing and return False.
 
         Raises:
-            DifferentStepsError: Ranks are in different steps. Raised on all ranks.
+            DifferentStepsError: Ranks are at different steps. Raised on all ranks.
         """
         views = self._views(computed)
         if views is None:
@@ -87,10 +87,10 @@ class FastPath:
         try:
             work.wait()
         except MismatchError:
-            return False  # A real mismatch also occurs in the exchange by the mask.
+            return False  # A real mismatch will also occur in the exchange by the mask.
         if tag.tolist().count(0) != _TAGS - 1:
             steps = ", ".join(map(str, np.flatnonzero(tag)))
-            raise DifferentStepsError(f"the ranks are in {steps} (modulo {_TAGS})")
+            raise DifferentStepsError(f"ranks are at different steps: {steps} (modulo {_TAGS})")
         self._source.write_back(self._indices, self.expected_kinds)
         return True
 
@@ -99,7 +99,7 @@ class FastPath:
         self._call.refuse(self._engine, "it computed different gradients than in the previous steps.")
 
     def back_off(self) -> None:
-        """Exchange by the mask for more steps than last time."""
+        """Require more exchanges by the mask than last time before the next attempt."""
         self._in_a_row = 0
         self._backoff = min(2 * self._backoff, _MOST_BACKOFF)
 
@@ -119,7 +119,8 @@ class FastPath:
 
     def _tag(self, dtype: np.dtype[Any], step: int) -> Array:
         if dtype not in self._tags:
-            kind = np.dtype(np.float32) if np.issubdtype(dtype, np.integer) else dtype  # If compressed.
+            # Compressed gradients may be integers, but the average of the tags needs fractions.
+            kind = np.dtype(np.float32) if np.issubdtype(dtype, np.integer) else dtype
             self._tags[dtype] = [*np.eye(_TAGS, dtype=kind), np.empty(_TAGS, kind)]
         tags = self._tags[dtype]
         tags[-1][:] = tags[step % _TAGS]

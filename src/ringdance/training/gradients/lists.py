@@ -21,7 +21,7 @@ class UseOrder:
     def __init__(self) -> None:
         self._known: dict[Any, list[tuple[weakref.ref[Any], threading.Thread, set[threading.Thread]]]] = {}
         self._lock = threading.Lock()
-        session.at_init(self._known.clear)  # After a failure, ranks may have numbered different objects.
+        session.at_init(self._known.clear)  # After a failure, the ranks' numberings may no longer agree.
 
     def number(self, key: Any, owner: Any) -> int:
         """Return the number, from 0, of ``owner`` among the owners with this key. Keeps a weak reference.
@@ -37,8 +37,8 @@ class UseOrder:
                     return number
             if any(user() is not None and _uncertain(thread, first, there) for user, first, there in known):
                 raise ArgumentError(
-                    f"Two threads reduce the gradients of identical models ({key}), and may do so in another "
-                    "order on other ranks. Pass a unique name= to each DistributedOptimizer or tape."
+                    f"Two threads reduce the gradients of identical models ({key}), but other ranks may use "
+                    "a different order. Pass a unique name= to each DistributedOptimizer or tape."
                 )
             known.append((weakref.ref(owner), thread, set(threading.enumerate())))
             return len(known) - 1
@@ -54,7 +54,7 @@ def _uncertain(thread: threading.Thread, user: threading.Thread, there: set[thre
 
 
 def pattern_of(kinds: Sequence[str]) -> str:
-    """Return text that describes the gradients of a step, to compare between ranks. Empty if all are dense.
+    """Return text that describes a step's gradients, to compare between ranks, or "" if all are dense.
 
     Args:
         kinds: "dense", "rows" or "none" for each variable.

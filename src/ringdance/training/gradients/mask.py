@@ -31,7 +31,7 @@ from ringdance.training.collectives import Call
 # Steps are counted modulo STEPS, so that a step number fits into a byte. STEPS is a multiple of the number of
 # tags in the fast path, so that neighboring steps have different tags even if the count wraps.
 STEPS = 248
-_FIXED = 4  # Number of bytes between the kinds and the positions of the ranks.
+_FIXED = 4  # Number of bytes between the gradients' kinds and the ranks' positions.
 
 
 class DifferentStepsError(Exception):
@@ -90,7 +90,7 @@ class StepMask:
 
         Raises:
             MismatchError: The ranks have different parameters.
-            DifferentStepsError: The ranks are in different steps.
+            DifferentStepsError: The ranks are at different steps.
         """
         error: MismatchError | None = None
         try:
@@ -100,15 +100,15 @@ class StepMask:
         if error is not None or not self._bytes.endswith(self._digest):
             raise MismatchError(
                 f"The ranks' optimizers have different parameters: rank {self._engine.rank} "
-                f"({self._engine.hosts[self._engine.rank]}) has {len(self._names)}, the last of which is "
-                f"{self._names[-1]!r}. Call add_param_group() on all ranks of the process set, with the same "
-                f"parameters, between the same two steps. {error or ''}".rstrip()
+                f"({self._engine.hosts[self._engine.rank]}) has {len(self._names)} parameters, the last of "
+                f"which is {self._names[-1]!r}. Call add_param_group() on all ranks of the process set, with "
+                f"the same parameters, between the same two steps. {error or ''}".rstrip()
             ) from error
         count = len(self._names)
         latest, before_earliest, separate, deviation = self._bytes[count : count + _FIXED]
         if latest - 1 != STEPS - before_earliest:
             steps = f"{STEPS - before_earliest} to {latest - 1}"
-            raise DifferentStepsError(f"the ranks are in {steps} (modulo {STEPS})")
+            raise DifferentStepsError(f"ranks are at different steps: {steps} (modulo {STEPS})")
         self.kinds = bytes(self._bytes[:count])
         self.all_want_overlap = not separate
         any_joined = 0 in self._bytes[count + _FIXED : -len(self._digest)]

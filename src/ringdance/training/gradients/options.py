@@ -33,7 +33,7 @@ def listed_layers(layers: Any, layer_type: type) -> list[Any]:
 
 
 def scales_of(operation: ReduceOp, predivide: float) -> tuple[float, float]:
-    """Return the prescale and postscale factors for ``gradient_predivide_factor``."""
+    """Return the prescale and postscale factors that implement ``gradient_predivide_factor``."""
     if predivide == 1.0:
         return 1.0, 1.0
     if operation is not ReduceOp.AVERAGE:

@@ -62,9 +62,9 @@ class GradientSource(Protocol):
         """Create the communicator for ``launch`` if needed, on all members. Returns True if it exists."""
 
     def launch(self, call: Call, indices: Sequence[int]) -> Any:
-        """Exchange a copy of the gradients without a round. Returns an object to use like a ``Work``.
+        """Exchange a copy of the gradients without a round. Returns an object that works like a ``Work``.
 
-        Returns None if their dtypes differ from the dtypes that were sent by a round.
+        Returns None if the gradients' dtypes have changed since the last round.
 
         Members launch the same buckets in the same order: see Note [Direct buckets].
         """
@@ -76,7 +76,7 @@ class GradientSource(Protocol):
         """Store the reduced values as gradients. ``union`` contains the kind of each gradient."""
 
     def sparse_rows(self, index: int, sparse_dims: int) -> Rows:
-        """Return the entries of a sparse gradient, in any order and possibly repeated. Empty if missing.
+        """Return the entries of a sparse gradient, in any order, possibly repeated. Empty without a gradient.
 
         Keys are row-major indices into the first ``sparse_dims`` dimensions.
         """

@@ -75,18 +75,18 @@ def merge(keys: Array, values: Array, divisor: int = 1) -> tuple[Array, Array]:
         divisor: Number by which the sums are divided.
     """
     dtype = values.dtype
-    starts = np.flatnonzero(keys[1:] <= keys[:-1]) + 1  # Starts of ascending runs (such as one rank's keys).
+    starts = np.flatnonzero(keys[1:] <= keys[:-1]) + 1  # Where ascending runs (such as a rank's keys) start.
     if len(starts):
         order = np.argsort(keys, kind="stable")  # Rows with the same key stay in rank order.
         ascending = keys[order]
         first = np.concatenate([[True], ascending[1:] != ascending[:-1]])
         keys = ascending[first]
-        if len(starts) < _FEW_RUNS:  # 2 to 8 times as fast as sorting the values
+        if len(starts) < _FEW_RUNS:  # Two to eight times as fast as sorting the values.
             places = np.empty_like(order)
             places[order] = np.cumsum(first) - 1
             summed = np.zeros((len(keys), *values.shape[1:]), _widened(values[:0]).dtype)
             for begin, end in itertools.pairwise([0, *starts, len(places)]):
-                rows = summed.take(places[begin:end], axis=0)  # take is twice as fast as indexing.
+                rows = summed.take(places[begin:end], axis=0)  # take() is twice as fast as indexing.
                 rows += values[begin:end]
                 summed[places[begin:end]] = rows
             values = summed
@@ -95,7 +95,7 @@ def merge(keys: Array, values: Array, divisor: int = 1) -> tuple[Array, Array]:
             values = np.add.reduceat(values, np.flatnonzero(first), axis=0, dtype=values.dtype)
     if divisor != 1:
         values = np.ascontiguousarray(_widened(values))
-        parts = values.view(values.real.dtype)  # Like the engine, divide complex numbers as float pairs.
+        parts = values.view(values.real.dtype)  # Divide complex numbers as pairs of floats, like the engine.
         values = (parts / parts.dtype.type(divisor)).view(values.dtype)
     return keys, values.astype(dtype, copy=False)
 

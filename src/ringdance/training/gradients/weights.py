@@ -1,9 +1,9 @@
-"""Compare parameters between ranks during training: without a broadcast, each rank trains its own model.
+"""Compare parameters between ranks during training, to detect a missing broadcast.
 
-Nothing else would reveal this, because the gradients are averaged anyway. A binding calls ``due`` in each
-gradient exchange. If a comparison is due, the binding samples its parameters (at most ``PLACES`` elements of
-each), and passes the sample to ``compare``. Compiled programs contain the call for the comparison
-(``call_of``), and make it when they run.
+Without a broadcast, each rank trains its own model. Nothing else would reveal this, because the gradients are
+averaged anyway. A binding calls ``due`` in each gradient exchange. If a comparison is due, the binding
+samples its parameters (at most ``PLACES`` elements of each), and passes the sample to ``compare``. Compiled
+programs contain the call for the comparison (``call_of``), and make it when they run.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _log = logging.getLogger("ringdance")
 
 PLACES = 64
 ROW = 1 + PLACES
-_INFINITE = np.float32(1e38)  # Twice this value is still finite in float32.
+_INFINITE = np.float32(1e38)  # Stands for infinity. Twice this value is still finite in float32.
 # TensorFlow and Keras scripts may broadcast after the first step, which may contain several exchanges.
 _LATER = 10
-_TOLERANCE = 1e-3  # Relative to a parameter's largest element. Different CPUs round differently.
+_TOLERANCE = 1e-3  # Relative to a parameter's largest element, because CPUs round differently.
 
 
 class _Exchanges(Counter[_Key]):
@@ -53,7 +53,7 @@ class _Exchanges(Counter[_Key]):
         on_join(engine, self.forget)
 
     def forget(self) -> None:
-        """Restart the counts: all ranks have joined, possibly after different numbers of exchanges."""
+        """Restart the counts, because ranks may have joined after different numbers of exchanges."""
         self.clear()
 
 
@@ -83,7 +83,7 @@ def due(engine: Engine, set_id: int, name: str, at: int = _LATER, anew: bool = F
     if engine.size == 1 or engine.settings.check_weights == "off":
         return False
     counts = _counts_of(engine)
-    key = _key(engine, set_id, name)  # Without the set's id, because ids of removed sets are reused.
+    key = _key(engine, set_id, name)  # Omits the set's id, because ids of removed sets are reused.
     number = counts[key] = 1 if anew else counts[key] + 1
     counts.left[key] = counts.left.get(key, at) - 1
     asked = number == 1 and engine.joins > 0 and key not in counts.done
@@ -96,7 +96,7 @@ def _key(engine: Engine, set_id: int, name: str) -> _Key:
 
 
 def step_of(elements: int) -> int:
-    """Return the step of a slice that selects at most ``PLACES`` of ``elements`` elements."""
+    """Return the slice step with which at most ``PLACES`` of ``elements`` elements are selected."""
     return max(1, -(-elements // PLACES))
 
 
@@ -115,7 +115,7 @@ def call_of(name: str, parameters: Sequence[str], advice: str, set_id: int) -> C
 
 
 def rows_of(parameters: Iterable[Any], take: Callable[[Any], tuple[int, Any]]) -> Iterator[Any]:
-    """For each parameter, yield ``ROW`` numbers: its number of elements, a sample of them, and padding.
+    """Yield ``ROW`` numbers for each parameter: its number of elements, a sample of them, and padding.
 
     Args:
         parameters: Parameters of any type.
@@ -206,4 +206,8 @@ def _report(engine: Engine, call: Call, parameter: str, value: Array, advice: st
     if engine.settings.check_weights == "error":
         raise MismatchError(text)
     if engine.rank == members[0]:
-        _log.warning("ringdance: %s (RINGDANCE_CHECK_WEIGHTS=error stops the job, =off skips this.)", text)
+        _log.warning(
+            "ringdance: %s Set RINGDANCE_CHECK_WEIGHTS=error to stop the job in this case, or =off to skip "
+            "this check.",
+            text,
+        )

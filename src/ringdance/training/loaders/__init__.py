@@ -1,1 +1,1 @@
-"""Loaders that divide images and table rows among ranks, and the measurement of any loader."""
+"""Load images and table rows that are divided among ranks, and measure the input of a job."""

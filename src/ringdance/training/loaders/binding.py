@@ -22,7 +22,7 @@ class Loaders:
     def tensor(self, array: Any, device: Any) -> Any:
         """Return an array as a tensor on a device."""
         if device not in (None, "cpu"):
-            raise ArgumentError(f"device={device!r} cannot be used: NumPy arrays are always in host memory.")
+            raise ArgumentError(f"device={device!r} cannot be used, because NumPy arrays are in host memory.")
         return array
 
     def images(self, batch: Batch, device: Any) -> Batch:

@@ -25,12 +25,12 @@ __all__ = ["watch_input"]
 
 # Prefix of the line on stdout in which rank 0 reports the metrics, as JSON, to `ringdance bench input`.
 INPUT_MARK = "::ringdance-input::"
-_LEAST = 3  # Minimum number of batches in the warm-up, and in the measurement.
-_UNITS = {"images": "images", "ids": "rows"}  # Unit of the samples, by an attribute of the batches.
-_KEPT, _KEPT_BYTES = 48, 1 << 28  # Maximum number and total bytes of batches for the step alone.
+_LEAST = 3  # Minimum number of batches, both in the warm-up and in the measurement.
+_UNITS = {"images": "images", "ids": "rows"}  # Maps a batch's attribute to the unit of its samples.
+_KEPT, _KEPT_BYTES = 48, 1 << 28  # Maximum number and size of batches kept to measure the step alone.
 # Quantiles of Student's t for 95% confidence and 1, 2, ... degrees of freedom.
 _T = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
-_WARM_UP = 0.3  # Length of the warm-up, as a fraction of the measurement.
+_WARM_UP = 0.3  # Duration of the warm-up, as a fraction of the measurement's duration.
 
 
 def watch_input(loader: Any) -> Any:
@@ -53,7 +53,7 @@ def watch_input(loader: Any) -> Any:
 
 
 class WatchedLoader:
-    """A loader with an endless epoch, which stops the script once it has been measured.
+    """A loader with an endless epoch that stops the script once the loader is measured.
 
     Args:
         loader: Loader to measure. Attributes missing from this class are looked up in the loader.
@@ -79,7 +79,7 @@ class WatchedLoader:
         return len(self.source)  # type: ignore[arg-type]  # Raises TypeError if the source has no length.
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield batches until all ranks have been measured. Then raise ``SystemExit(0)`` on all ranks."""
+        """Yield batches until all ranks are measured. Then raise ``SystemExit(0)`` on all ranks."""
         if not self.begin():
             yield from self.source
             return
@@ -121,18 +121,18 @@ class WatchedLoader:
         """Yield batches forever. If only the step is measured, the first batches are repeated."""
         if self.part == "step":
             if self._kept is None:
-                self._kept = itertools.cycle(list(self._first()))  # Before the clock starts.
+                self._kept = itertools.cycle(list(self._first()))  # Collect them before the clock starts.
                 self._start()
             yield from self._kept
         while True:
             yield from self._epoch()
 
     def _epoch(self) -> Iterator[Any]:
-        """Yield full batches only, because a framework may compile the step again for a short one."""
+        """Yield only full batches, because a framework may compile the step again for a short one."""
         batch = None
         for batch in self.source:
             self._unit = next((word for name, word in _UNITS.items() if hasattr(batch, name)), "samples")
-            count = getattr(batch, "count", None)  # Counted over all ranks, so all skip the same batches.
+            count = getattr(batch, "count", None)  # Counts all ranks, so all skip the same batches.
             self._full = count if self._full is None else self._full
             if count == self._full or not isinstance(count, int):
                 yield batch
@@ -176,7 +176,7 @@ class WatchedLoader:
         return True
 
     def _report(self) -> None:
-        """Write the metrics of all ranks to the stdout of rank 0."""
+        """Write all ranks' metrics to rank 0's stdout."""
         seconds, used = time.perf_counter() - self._times[0], self._cpu_seconds() - self._cpu
         row = {
             "unit": self._unit, "samples": self._samples, "seconds": round(seconds, 4),
@@ -194,7 +194,7 @@ class WatchedLoader:
 
 
 def noise_of(times: Sequence[float]) -> float:
-    """Return half the width of the 95% confidence interval of the mean time per batch, relative to the mean.
+    """Return the relative half-width of the 95% confidence interval of the mean time per batch.
 
     Args:
         times: Times at the start and after each batch. They are divided into up to ten parts, whose spread
@@ -207,7 +207,7 @@ def noise_of(times: Sequence[float]) -> float:
 
 def bytes_of(batch: Any) -> int:
     """Return the size of a batch's arrays in bytes, or an upper bound."""
-    if hasattr(batch, "shape"):  # TensorFlow tensors may not know their size in bytes.
+    if hasattr(batch, "shape"):  # TensorFlow tensors may lack ``nbytes``.
         return int(getattr(batch, "nbytes", 8 * math.prod(batch.shape)))
     parts = vars(batch) if hasattr(batch, "labels") else batch  # A batch of image_loader or table_loader.
     if isinstance(parts, Mapping | tuple | list):
@@ -216,7 +216,7 @@ def bytes_of(batch: Any) -> int:
 
 
 def samples_of(batch: Any) -> int:
-    """Return the number of samples in a batch: the length of its first array or list."""
+    """Return the number of samples in a batch, which is the length of its first array or list."""
     if hasattr(batch, "labels"):  # A batch of image_loader or table_loader.
         batch = batch.labels
     elif isinstance(batch, Mapping) and batch:

@@ -1,10 +1,10 @@
 """Tune a job while it trains: try different values in its first steps, then use the best ones.
 
 At the end of a step, each rank submits its measurements as a request that no thread waits for (``TUNE``).
-The request is executed along with the next exchange of gradients. At that point in the agreed order, all
-ranks advance the same ``Search`` with the same bytes, and change their engines. See Note [Tuning] in
-``core.process_sets.registry``. Values outside the engine (``tunables``) change at the end of the following
-step.
+The request is executed along with the next exchange of gradients, at the same point in the order on all
+ranks. There, all ranks advance the same ``Search`` with the same bytes, and change their engines. See Note
+[Tuning] in ``core.process_sets.registry``. Values outside the engine (``tunables``) change at the end of the
+following step.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from ringdance.training.tuning.search import Dimension, Measured, Outcome, Searc
 _log = logging.getLogger("ringdance")
 
 Values = dict[str, float]
-_LIMIT = 150  # maximum steps of warm-up and search; the comparison with the start values follows
-_FEWEST = 6  # steps before anything changes, so that the ranks see all requests of a step
+_LIMIT = 150  # maximum number of steps for warm-up and search, before the comparison with the start values
+_FEWEST = 6  # steps before anything changes, so that the ranks see all of a step's requests
 _COLUMNS = (
     "hierarchical_allreduce", "hierarchical_allgather", "torus_allreduce", "cache_enabled", "cycle_time_ms",
     "tensor_fusion_threshold", "score", "step", "chunk_bytes", "wire_bytes", "overlap", "intra_op_threads",
     "step_ms", "outcome",
 )  # fmt: skip
-_HALF = ("float16", "bfloat16")  # whether sums of these overflow can depend on the order of addition
+_HALF = ("float16", "bfloat16")  # dtypes in which a sum may overflow in one order of addition only
 
 _kept: list[dict[str, Any]] = []  # results found in this process, which a restarted job reuses
 
@@ -83,9 +83,9 @@ class Autotuner:
         self.values: Values = {}
         self.done = False
         self._job: dict[str, Any] = {}
-        self._file: Values = {}  # values from --tuned
+        self._file: Values = {}  # values from the --tuned file
         self._own: dict[str, int] = {}  # this rank's original values of tunables
-        self._given: dict[str, int] = {}  # values that the tuner set last, or original ones
+        self._given: dict[str, int] = {}  # values that the tuner last set, or original ones
         self._written = False  # True if the agreed values are a result to reuse
         self._search: Search | None = None
         self._bytes: tuple[int, ...] = (0,)
@@ -110,7 +110,7 @@ class Autotuner:
             return
         first, self._steps = not self._steps, words[Word.STEPS]
         last, self._last = self._last, (monotonic_ns(), words[Word.WAITED], words[Word.BYTES])
-        again = self._work is not None and self._work.complete  # read first: completion sets ``_trial``
+        again = self._work is not None and self._work.complete  # read before ``_trial``
         trial = self._trial  # read once: another thread may execute the request
         if trial is not self._seen or self.done:  # this step's exchange already used the new values
             self._seen, self._skip, self._done, self._work = trial, trial.skip, [], None
@@ -234,7 +234,9 @@ class Autotuner:
             refused = tuned.differences(file["job"], self._job)
             refused = refused and f"{self.settings.tuned} belongs to a different job: {refused}"
         if refused and not self.engine.rank:
-            _log.warning("ringdance: --tuned is ignored and the settings stay as they are: %s.", refused)
+            _log.warning(
+                "ringdance: cannot use the file for --tuned, so the settings stay as they are: %s.", refused
+            )
         if file is not None and not refused:
             self.values, self._file = dict(file["values"]), dict(file["values"])
         if not self.settings.autotune:
@@ -268,7 +270,7 @@ class Autotuner:
                 self.values[dimension.name] = dimension.values[index]
             elif dimension.name in self._file:
                 self.values[dimension.name] = self._file[dimension.name]
-            else:  # each rank's own value
+            else:  # use each rank's own value
                 self.values.pop(dimension.name, None)
 
     def _end(self, outcome: Outcome) -> None:
@@ -321,7 +323,7 @@ class Autotuner:
                 _log.warning("ringdance: the autotune log %s cannot be written: %s", path, why)
 
     def leave(self) -> None:
-        """Write what is known so far. Called when the job ends."""
+        """Write the results of an unfinished search. Called when the job ends."""
         if self.engine.on_step is None:
             return
         if not self.done and self.settings.autotune:
@@ -350,8 +352,7 @@ class Autotuner:
                     f"{values['cycle_time']:g}", f"{values['fusion_threshold'] / (1 << 20):g}",
                     f"{nbytes / seconds / 1e6:.3f}" if seconds else "", number,
                     int(values["chunk_bytes"]), int(values["wire_bytes"]), values.get("overlap", ""),
-                    values.get("threads", ""),
-                    f"{seconds * 1e3:.3f}" if seconds else "", what,
+                    values.get("threads", ""), f"{seconds * 1e3:.3f}" if seconds else "", what,
                 ])  # fmt: skip
         if not self._written:  # the result was not compared with the start values
             return

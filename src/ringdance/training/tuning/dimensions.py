@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from ringdance.training.tuning.search import Dimension
 
 _CYCLES = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0)
-_SKIPS = {"overlap": 4}  # Number of steps after a change until gradients can take the fast path again.
+_SKIPS = {"overlap": 4}  # Number of steps until gradients can take the fast path again after a change.
 
 
 class Tunable(NamedTuple):
@@ -42,8 +42,8 @@ def dimensions_of(
 
     Args:
         answers: Each rank's answer (see ``Autotuner._hello``). Rank 0's settings apply to all ranks.
-        file: Values that the job has read from a file.
-        largest: Maximum numbers of all-reduces per round, bytes per round, and bytes per batch.
+        file: Values from the file that was passed as ``--tuned``.
+        largest: Largest number of all-reduces and of bytes in a round, and of bytes in a batch, so far.
         rooms: Upper bounds, in bytes, for ``chunk_bytes`` and ``wire_bytes``.
         small: Maximum size, in bytes, of batches that are not split.
         hosts: True if the stage within hosts can be skipped.

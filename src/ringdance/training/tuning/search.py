@@ -14,19 +14,19 @@ from math import sqrt
 from statistics import median
 from typing import NamedTuple
 
-Point = tuple[int, ...]  # One index per dimension, into its values.
+Point = tuple[int, ...]  # One index per dimension, into the dimension's values.
 
 _PROBE = 2  # Number of steps to measure when a point is first tried.
 # Passes over the dimensions: the strides through the values, and the maximum number of turns per comparison.
 _PASSES = (((2,), 1), ((2, 1), 1), ((2, 1), 2))
-_RECENT = 12  # Only this many recent steps of a point count, because the machine's speed drifts.
+_RECENT = 12  # Number of recent steps of a point that count, because the machine's speed drifts.
 _LEAST_NOISE = 0.01  # Minimum noise, as a share of the step time. A few steps may have less by chance.
-_WORTH = 0.02  # Smaller gains are ignored.
-_CLEAR = 0.25  # A gain of at least this size does not need to be confirmed.
-# Number of turns needed if all agree, and if one disagrees. By chance, either has a probability of 1%.
+_WORTH = 0.02  # Minimum gain. Smaller gains are ignored.
+_CLEAR = 0.25  # Gains of at least this size need no confirmation.
+# Number of turns needed if all agree, and if one disagrees. Either happens by chance in 1% of cases.
 _PAIRS = 8, 11
 _TURN = 3  # Number of steps at the start point, and at the best point, in each turn of the final comparison.
-_EXPOSED = 0.03  # Exchanges are worth tuning if training waits for at least this share of a step.
+_EXPOSED = 0.03  # Exchanges are worth tuning if waiting takes at least this fraction of a step.
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Measured(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """The difference of two medians as a share of the first, and its standard error."""
+    """The relative difference between two medians, and its standard error."""
 
     difference: float
     error: float
@@ -105,7 +105,7 @@ class Judgment(NamedTuple):
 
 
 def order(turn: int) -> tuple[int, int]:
-    """Return the order of two settings in a turn, so that periodic noise does not always hit the same one.
+    """Return the order of two settings in a turn, so that periodic noise does not always affect the same one.
 
     The order follows the Thue-Morse sequence.
     """
@@ -163,7 +163,7 @@ class Search:
     _times: dict[Point, list[float]] = field(default_factory=lambda: defaultdict(list))
     _worse: set[Point] = field(default_factory=set)
     _pairs: int = 1
-    _flat: set[str] = field(default_factory=set)  # Dimensions that make no difference.
+    _flat: set[str] = field(default_factory=set)  # Names of dimensions that make no difference.
 
     def run(self) -> Generator[Trial, Measured, Outcome]:
         """Yield trials, receive their measurements, and return the outcome."""
@@ -232,7 +232,7 @@ class Search:
                     if verdicts[-1] != "better":
                         break
                     moved, self.best = True, candidate
-                if "better" in verdicts:  # Then the other direction is worse.
+                if "better" in verdicts:  # The other direction must be worse.
                     break
             seen = verdicts.count("same")
             # At either end, there is only one verdict, which may be due to chance if the stride is long.

@@ -27,7 +27,7 @@ def hardware_of(hosts: Iterable[str], cores: Iterable[int]) -> dict[str, Any]:
 
     Args:
         hosts: Host of each rank.
-        cores: Number of cores of each rank's host.
+        cores: Core count of each rank's host.
     """
     ranks = list(zip(hosts, cores, strict=True))
     names = dict(ranks)
@@ -70,11 +70,11 @@ def read(path: str) -> dict[str, Any]:
         raise ValueError(f"{path} was not written by `ringdance run --autotune --autotune-log-file`")
     job, values = content.get("job"), content.get("values")
     if not (isinstance(job, dict) and isinstance(values, dict) and values.keys() <= VALUES.keys()):
-        raise ValueError(f'{path}: "values" may only contain numbers for {", ".join(VALUES)}')
+        raise ValueError(f'{path} must have objects "job" and "values" (with keys {", ".join(VALUES)})')
     for name, value in values.items():
         least, most = VALUES[name]
         if not (isinstance(value, int | float) and least <= value <= most):
-            raise ValueError(f"{path}: {name} is {value!r:.40}; expected a number from {least} to {most:.0f}")
+            raise ValueError(f"{path}: {name} is {value!r:.40}, expected a number from {least} to {most:.0f}")
     return content
 
 

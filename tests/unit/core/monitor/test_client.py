@@ -26,7 +26,7 @@ def test_hosts_whose_monitors_never_connect_are_named_in_the_file(tmp_path: Path
     ring.words[Word.CLOSED] = 1
     client.close()
     names = [event["name"] for event in json.loads((tmp_path / "timeline.json").read_text())]
-    assert names[-1] == f"{END}the ranks on 2 other hosts: no connection came from there"
+    assert names[-1] == f"{END}the ranks on 2 other hosts: no monitor has connected from there"
 
 
 RANK = """

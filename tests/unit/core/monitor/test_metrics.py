@@ -185,8 +185,8 @@ def test_a_port_that_is_taken_is_said(capfd: pytest.CaptureFixture[str], tmp_pat
         port = taken.getsockname()[1]
         metrics_of(rings(1), address=str(port), directory=str(tmp_path)).leave([os.getpid()])
     assert capfd.readouterr().err == (
-        f"ringdance: node1: metrics are not served: port {port}: Address already in use (by another job?). "
-        "Set RINGDANCE_METRICS_PORT to another port, or to 0 for any free port\n"
+        f"ringdance: node1: metrics are not served: port {port}: Address already in use. "
+        "Set RINGDANCE_METRICS_PORT to another port, or to 0 to use any free port.\n"
     )
     assert (tmp_path / "metrics-4.jsonl").exists()
     metrics_of(rings(1), address="0", directory=str(tmp_path / "metrics-4.jsonl"))
@@ -232,4 +232,4 @@ def test_figures_of_gpus_by_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_is_wrong_in_options_is_said_before_the_start(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["-np", "2", "--autotune", "--autotune-log-file", "a.json", "true"]) == 2
-    assert "For tune.csv, the result is written to tune.json" in capsys.readouterr().err
+    assert "Pass tune.csv to have the result written to tune.json" in capsys.readouterr().err

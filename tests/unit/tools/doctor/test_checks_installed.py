@@ -71,7 +71,7 @@ def test_a_file_named_like_a_library(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("")
     (tmp_path / "sound").mkdir()
     expect(
-        "shadowed-modules", Machine(), f"in place of the module {name.split('.')[0].split('/')[0]}",
+        "shadowed-modules", Machine(), f"shadows the module {name.split('.')[0].split('/')[0]}",
         usage=Usage(cwd=str(tmp_path)), sound_usage=Usage(cwd=str(tmp_path / "sound")),
     )  # fmt: skip
 
@@ -99,7 +99,7 @@ def test_libraries_of_the_user_come_first(tmp_path: Path) -> None:
     (user_site / "more.pth").write_text(f"{other}\n")
     env = {"HOME": str(tmp_path), "PYTHONPATH": str(SOURCE)}
     expect(
-        "user-site", Machine(env=env, python=str(base)), "hide the environment's: keras",
+        "user-site", Machine(env=env, python=str(base)), "shadow those in the environment: keras",
         sound=Machine(env={**env, "PYTHONNOUSERSITE": "1"}, python=str(base)),
     )  # fmt: skip
 
@@ -193,7 +193,7 @@ def test_a_framework_for_cpus_on_a_machine_with_gpus(tmp_path: Path, bare: Path)
     (tmp_path / "jax.py").write_text("__version__ = '9.9'\ndef devices(): return []\n")
     env = {"PATH": path_with(tmp_path / "bin"), "PYTHONPATH": str(tmp_path)}
     problems = wrong("gpu-framework", of(bare, GPUS=SOUND, **env).facts(["gpu", "frameworks"]))
-    assert "jax 9.9 sees 0 GPUs: this build is for CPUs only" in problems[0].text
+    assert "jax 9.9 sees 0 GPUs, because it is a CPU-only build" in problems[0].text
     assert "CUDA 12" in problems[0].fix
 
 

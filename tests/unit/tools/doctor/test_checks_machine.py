@@ -33,7 +33,7 @@ def test_shared_memory_of_a_container() -> None:
     expect(
         "shm-size",
         Machine(shell="mount -t tmpfs -o size=64m none /dev/shm"),
-        "/dev/shm has 64 MiB, but needs at least 256 MiB",
+        "/dev/shm has 64 MiB, but the ranks need at least 256 MiB",
     )
 
 
@@ -93,7 +93,7 @@ def in_cgroup(controller: str, settings: dict[str, str], usage: Usage, probes: l
 def test_a_limit_of_memory() -> None:
     settings = {"memory.max": str(600 << 20), "memory.limit_in_bytes": str(600 << 20)}
     facts = in_cgroup("memory", settings, Usage(), ["memory"])
-    assert "this shell may use 600 MiB" in wrong("memory-limit", facts)[0].text
+    assert "this shell is limited to 600 MiB" in wrong("memory-limit", facts)[0].text
 
 
 @breaks("ranks-per-core")
@@ -168,7 +168,7 @@ def test_a_name_that_stands_for_nothing() -> None:
 def test_a_name_that_stands_for_another_machine(tmp_path: Path) -> None:
     shell = replaced(tmp_path, "/etc/hosts", "127.0.0.1 localhost\n192.0.2.7 node7\n")
     machine = Machine(shell=f"{shell}; echo node7 >/proc/sys/kernel/hostname", spaces=["--uts"])
-    expect("own-name", machine, "node7 resolves to 192.0.2.7, which is another machine")
+    expect("own-name", machine, "node7 resolves to 192.0.2.7, but this host has other addresses")
 
 
 @breaks("localhost")

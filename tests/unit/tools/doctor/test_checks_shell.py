@@ -6,11 +6,11 @@ import pytest
 from breaking import Machine, breaks, expect
 
 VARIABLES = [
-    ("threads", {"OMP_NUM_THREADS": "640"}, "OMP_NUM_THREADS=640 with 1 rank makes 640"),
+    ("threads", {"OMP_NUM_THREADS": "640"}, "OMP_NUM_THREADS=640 with 1 rank starts 640"),
     ("visible-devices", {"CUDA_VISIBLE_DEVICES": "777"}, "CUDA_VISIBLE_DEVICES=777, but"),
-    ("interface-named", {"NCCL_SOCKET_IFNAME": "ib7"}, "NCCL_SOCKET_IFNAME=ib7, but the"),
+    ("interface-named", {"NCCL_SOCKET_IFNAME": "ib7"}, "NCCL_SOCKET_IFNAME=ib7, but this host"),
     ("interface-named", {"OMPI_MCA_btl_tcp_if_include": "eth77"}, "OMPI_MCA_btl_tcp_if_include=eth77, "
-                                                                  "but the"),
+                                                                  "but this host"),
     ("mpi-library", {"MPI4PY_LIBMPI": "/no/libmpi.so"}, "finds no MPI library"),
     ("mpi-library", {"MPI4PY_LIBMPI": "/no/libmpi.so"}, "as MPI4PY_LIBMPI=/no/libmpi.so requires"),
     ("temporary-folder", {"TMPDIR": "/no/such"}, "TMPDIR=/no/such does not exist"),
@@ -33,7 +33,7 @@ def test_a_prefix_of_another_place() -> None:
     if facts["mpi"]["family"] != "openmpi":
         pytest.skip("needs Open MPI")
     expect(
-        "mpi-prefix", Machine(env={"OPAL_PREFIX": "/opt/other"}), "OPAL_PREFIX=/opt/other, but Open MPI is in"
+        "mpi-prefix", Machine(env={"OPAL_PREFIX": "/opt/other"}), "OPAL_PREFIX=/opt/other, but Open MPI is"
     )
 
 

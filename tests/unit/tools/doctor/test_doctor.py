@@ -46,7 +46,7 @@ def test_what_is_wrong_is_said_with_its_fix(
     monkeypatch.setenv("OMP_NUM_THREADS", "9999")
     assert cli.main(["doctor", "--check", "threads", "--slots", "2"]) == 1
     shown = capsys.readouterr().out
-    assert "OMP_NUM_THREADS=9999 with 2 ranks makes 19998 computing threads" in shown
+    assert "OMP_NUM_THREADS=9999 with 2 ranks starts 19998 compute threads" in shown
     assert "fix: unset OMP_NUM_THREADS" in shown
 
 
@@ -179,7 +179,7 @@ def test_a_job_with_an_error_is_not_started(found: list[Result]) -> None:
         "    fix: enlarge it",
         "  hosts a, b: mpi4py 4 on b, but 5 on a",
         "    fix: fix it",
-        "(to start anyway: --no-check)",
+        "(to start anyway, pass --no-check)",
     ]
     assert ready.closed
     assert messages == []
@@ -204,6 +204,6 @@ def test_what_does_not_hinder_a_job_is_said_in_a_line(found: list[Result]) -> No
     module.check_hosts(ready, messages.append)  # type: ignore[arg-type]
     assert messages == [
         "checks found problems that may slow down or end the job: names-agree, memory-free. "
-        "To see the fixes: ringdance doctor --quick -H a:2,b:1"
+        "To see the fixes, run: ringdance doctor --quick -H a:2,b:1"
     ]
     assert not ready.closed
