@@ -1,7 +1,7 @@
 """A stand-in for NCCL and CUDA that exchanges host memory between the ranks of one host.
 
-``install()`` makes JAX's exchanges on the CPU take the path of a GPU. As with NCCL, calls are enqueued on a stream,
-which is a thread here, and a lost rank blocks the stream until the communicator is aborted.
+``install()`` makes JAX's exchanges on the CPU take the path of a GPU. As with NCCL, calls are enqueued on a
+stream, which is a thread here, and a lost rank blocks the stream until the communicator is aborted.
 """
 
 from __future__ import annotations

@@ -53,14 +53,16 @@ def test_each_collective_goes_to_nccl() -> None:
     x = jnp.arange(2.0 * SIZE) + 10 * RANK
     rows = np.arange(2.0 * SIZE)
     gathered = jax.jit(lambda x: hvd.grouped_allgather([x.reshape(-1, 2), x]))(x)
-    np.testing.assert_array_equal(gathered[0], np.concatenate([(rows + 10 * r).reshape(-1, 2) for r in range(SIZE)]))
-    np.testing.assert_array_equal(gathered[1], np.concatenate([rows + 10 * r for r in range(SIZE)]))
+    expected = np.concatenate([rows + 10 * rank for rank in range(SIZE)])
+    np.testing.assert_array_equal(gathered[0], expected.reshape(-1, 2))
+    np.testing.assert_array_equal(gathered[1], expected)
     scattered = jax.jit(lambda x: hvd.grouped_reducescatter([x, x.reshape(-1, 1) + 1], op=hvd.Sum))(x)
     own = (rows * SIZE + 10 * sum(range(SIZE)))[2 * RANK : 2 * RANK + 2]
     np.testing.assert_array_equal(scattered[0], own)
     np.testing.assert_array_equal(scattered[1], own[:, None] + SIZE)
     sent = jax.jit(hvd.alltoall)(x)
-    np.testing.assert_array_equal(sent, np.concatenate([rows[2 * RANK : 2 * RANK + 2] + 10 * r for r in range(SIZE)]))
+    own = rows[2 * RANK : 2 * RANK + 2]
+    np.testing.assert_array_equal(sent, np.concatenate([own + 10 * rank for rank in range(SIZE)]))
     np.testing.assert_array_equal(jax.jit(lambda x: hvd.broadcast(x > 0, SIZE - 1))(x - 10 * RANK), rows > 0)
     kinds = ["all_gather", "reduce_scatter", *["send", "receive"] * SIZE, "broadcast"]
     assert double.enqueued == kinds
@@ -114,7 +116,7 @@ def test_two_exchanges_are_in_flight_at_the_same_time(monkeypatch: pytest.Monkey
         return first + second
 
     x = jnp.arange(4.0)
-    np.testing.assert_allclose(jax.jit(function)(x), SIZE * (np.arange(4.0) + np.sin(np.arange(4.0))), rtol=1e-6)
+    np.testing.assert_allclose(jax.jit(function)(x), SIZE * (x + np.sin(x)), rtol=1e-6)
     assert sorted(events) == ["finish"] * 2 + ["start"] * 2
 
 
@@ -133,9 +135,13 @@ def test_an_error_of_nccl_ends_all_ranks_by_name(monkeypatch: pytest.MonkeyPatch
     hvd.barrier()
     if RANK == 0:
         monkeypatch.setattr(double, "failure_of", lambda _: "RemoteError")
-    with pytest.raises(Exception, match="NCCL failed on rank 0 .*RemoteError"):
+
+    def repeat() -> None:
         while True:
             jax.block_until_ready(jax.jit(total)(jnp.ones(3)))
+
+    with pytest.raises(Exception, match=r"NCCL failed on rank 0 .*RemoteError"):
+        repeat()
     hvd.shutdown()
     monkeypatch.undo()
     hvd.init()

@@ -137,8 +137,8 @@ def all_jobs() -> list[Job]:
             Job("ranks", f"keras-jax-{size}", ("ranks/keras",), size, only_slow=later, options=keras,
                 environ={"KERAS_BACKEND": "jax"}, needs=("keras", "jax"), fast_environ=xla),
             # The path of a GPU, on host memory.
-            Job("ranks", f"jax-nccl-{size}", (*by_nccl, "ranks/jax_devices"), size, only_slow=later, whole=True,
-                environ={"TEST_NCCL": "double"}, **jax),
+            Job("ranks", f"jax-nccl-{size}", by_nccl, size, only_slow=later, environ={"TEST_NCCL": "double"},
+                **jax),
         ]  # fmt: skip
         jobs += [
             # With Horovod's TensorFlow contract, because importing TensorFlow takes seconds per rank.

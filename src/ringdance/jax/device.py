@@ -1,14 +1,17 @@
 """Exchange the arrays of compiled programs on a GPU with NCCL, without copies to host memory.
 
-A collective becomes four operations of the program. XLA's own code packs the arrays: it scales them and copies
-them next to each other, one flat array for each dtype. Then a call to ``_start`` submits the exchange and returns
-without waiting. A call to ``_finish`` waits on the host until the exchange is enqueued, and makes XLA's stream wait
-for its result. XLA's code unpacks the result. Between the two calls, XLA's stream can run operations that do not
-depend on the result. See Note [Streams of an exchange] in ``core/exchange/nccl.py``.
+A collective becomes four operations of the program:
 
-The calls to ``_start`` are in the order of the program's token, which all ranks share. ``_finish`` gets the flat
-arrays of ``_start`` as inputs, so XLA keeps this memory unchanged until the exchange has been enqueued. XLA does not
-record the calls in command buffers (CUDA graphs), because the handlers do not declare that this is possible.
+- XLA's own code packs the arrays: it scales them and copies them into one flat array for each dtype.
+- A call of ``_start`` submits the exchange. It returns without waiting.
+- A call of ``_finish`` waits until the exchange is enqueued, and makes XLA's stream wait for the results.
+- XLA's own code unpacks the results.
+
+XLA's stream can run other operations between the two calls. See Note [Streams of an exchange] in
+``core/exchange/nccl.py``. The token of the program, whose order is the same on all ranks, orders the calls of
+``_start``. ``_finish`` receives the flat arrays too, so that XLA does not reuse their memory during the
+exchange. XLA does not record these calls in command buffers (CUDA graphs), because the handlers do not
+declare that they support it.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from ringdance.core.exchange import nccl
 from ringdance.core.request import Collective, Work
 from ringdance.jax import _private, ffi
 from ringdance.jax._private import EFFECT
-from ringdance.jax.programs import by_address
+from ringdance.jax.programs import by_address, reporting
 from ringdance.training import session
 from ringdance.training.collectives import Call
 
@@ -45,8 +48,6 @@ PLATFORM = "cuda"  # XLA's platform whose memory NCCL can access.
 # Calls that have been started, by the address of their first result, which no other call can use until the
 # result has been read.
 _started: dict[int, tuple[Call, Work]] = {}
-# Runs a function and reports its errors. Set by ``exchange``.
-_reporting: list[Callable[[Callable[[], Any]], Any]] = []
 
 
 @functools.cache
@@ -125,7 +126,7 @@ class _Packing:
     def text(self) -> str:
         """Return the shapes and dtypes of all arrays, in the order in which they are packed."""
         order = [index for run in self.runs for index in run]
-        return json.dumps([[self.shapes[index], self.results[index], self.dtypes[index].name] for index in order])
+        return json.dumps([(self.shapes[i], self.results[i], self.dtypes[i].name) for i in order])
 
     def pack(self, *arrays: Any) -> list[Any]:
         """Return the flat arrays to exchange."""
@@ -219,7 +220,7 @@ def _start(
         work = call.submit(session.engine(), sources, targets, None, True, nccl.DEVICE, event)
         _started[outputs[1]] = call, work
 
-    _reporting[0](submit)
+    reporting(submit)
 
 
 def _finish(_: dict[str, str], inputs: Addresses, __: Addresses, stream: Callable[[], int]) -> None:
@@ -230,18 +231,15 @@ def _finish(_: dict[str, str], inputs: Addresses, __: Addresses, stream: Callabl
         nccl.wait(stream(), work.wait())
         call.completed()
 
-    _reporting[0](wait)
-
-
-def report_with(function: Callable[[Callable[[], Any]], Any]) -> None:
-    """Set the function that runs the handlers and reports their errors."""
-    _reporting[:] = [function]
+    reporting(wait)
 
 
 def _at_init() -> None:
     engine = session.engine()
     _started.clear()
-    engine.context.make_device[nccl.DEVICE] = lambda exchange, _: nccl.make_exchange(exchange, engine.local_rank)
+    engine.context.make_device[nccl.DEVICE] = lambda exchange, _: nccl.make_exchange(
+        exchange, engine.local_rank
+    )
 
 
 session.at_init(_at_init)

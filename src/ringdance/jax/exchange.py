@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,14 +26,13 @@ from jax.interpreters import mlir
 
 from ringdance.core.recorder import Profiler
 from ringdance.core.request import Collective
-from ringdance.errors import ArgumentError, CollectiveError, NotInitializedError, ShutDownError
+from ringdance.errors import ArgumentError, CollectiveError
 from ringdance.jax import _private, device, ffi
 from ringdance.jax._private import EFFECT
 from ringdance.jax.memory import array_of, from_array
-from ringdance.jax.programs import by_address, settle, start_quickly
+from ringdance.jax.programs import by_address, failed, reporting, settle, start_quickly
 from ringdance.training import session
 from ringdance.training.collectives import Call
-from ringdance.training.elastic import remember
 from ringdance.training.gradients import weights
 
 Array = np.ndarray[Any, Any]
@@ -102,27 +101,8 @@ def run(
 def _run_compiled(
     what: JaxCall, inputs: tuple[Array, ...], outputs: tuple[Array, ...] | None, shapes: Shapes
 ) -> list[Array]:
-    results: list[Array] = _reporting(lambda: run(what, inputs, outputs, shapes))
+    results: list[Array] = reporting(lambda: run(what, inputs, outputs, shapes))
     return results
-
-
-def _reporting(function: Callable[[], Any]) -> Any:
-    """Call a function for a compiled program and report its error, because JAX raises it only later."""
-    try:
-        result = function()
-    except Exception as error:  # JAX does not raise the error until a result is read.
-        if isinstance(error, CollectiveError):
-            remember(error)
-        if not isinstance(error, (NotInitializedError, ShutDownError)):  # Both mean that the script ended.
-            session.note_unseen(error)
-        _failed[:] = [error]
-        raise
-    session.note_unseen(None)
-    return result
-
-
-_failed: list[Exception] = []  # The last error of a compiled program.
-device.report_with(_reporting)
 
 
 # Calls from JAX: eager, or as part of a compiled program.
@@ -139,7 +119,7 @@ def in_program(values: Sequence[Any]) -> bool:
 
 
 def eager(what: JaxCall, values: Sequence[Any], shapes: Shapes) -> list[Any]:
-    """Run an exchange immediately. The calls stay in order: those through the host wait for running programs."""
+    """Run an exchange immediately, in order: a call through the host waits for running programs first."""
     if what.call.kind in _FIXED and _on_device(values):
         dtypes = [value.dtype for value in values]
         if device.supported(what.call, [value.shape for value in values], dtypes):
@@ -169,12 +149,12 @@ def _program(what: JaxCall, shapes: Shapes, *values: Any) -> Any:
 
 def _as_program(what: JaxCall, shapes: Shapes, values: Sequence[Any]) -> list[Any]:
     """Run an exchange as a compiled program, so that its arrays stay on the GPU."""
-    _failed.clear()
+    failed.clear()
     try:
         return list(jax.block_until_ready(_program(what, shapes, *values)))
     except jax.errors.JaxRuntimeError as error:
         _private.drop_tokens()
-        raise (_failed.pop() if _failed else error) from None
+        raise (failed.pop() if failed else error) from None
 
 
 # In JAX 0.7, emit_python_callback does not have the argument returns_token and always returns the token.

@@ -25,9 +25,11 @@ import jax
 from jax.extend import core
 from jax.interpreters import mlir
 
+from ringdance.errors import CollectiveError, NotInitializedError, ShutDownError
 from ringdance.jax import _private, ffi
 from ringdance.jax._private import EFFECT
 from ringdance.training import session
+from ringdance.training.elastic import remember
 
 _log = logging.getLogger("ringdance")
 
@@ -36,6 +38,24 @@ def by_address() -> bool:
     """Return True if XLA can pass the addresses of its memory to our handler on the CPU."""
     has_token = _private.abstract_token is not None
     return has_token and session.engine().settings.jax_ffi != "off" and ffi.available()
+
+
+failed: list[Exception] = []  # The last error of an exchange in a program.
+
+
+def reporting(function: Callable[[], Any]) -> Any:
+    """Call a function for a program. Reports its error, because JAX raises it only when a result is read."""
+    try:
+        result = function()
+    except Exception as error:
+        failed[:] = [error]
+        if isinstance(error, CollectiveError):
+            remember(error)
+        if not isinstance(error, (NotInitializedError, ShutDownError)):  # Both mean that the script ended.
+            session.note_unseen(error)
+        raise
+    session.note_unseen(None)
+    return result
 
 
 # The (rank, size) with which programs were traced. Empty before the first init().

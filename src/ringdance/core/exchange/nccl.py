@@ -1,16 +1,16 @@
-"""Exchange device memory with NCCL, for frameworks that provide addresses instead of tensors.
+"""Exchange GPU memory with NCCL, for frameworks that provide addresses instead of tensors.
 
-The ranks agree on requests as usual. The tensors of a request are ``DeviceBuffer`` objects. Consecutive tensors with
-the same dtype must be adjacent in memory: NCCL then needs only one call for each such run. Unlike other exchanges,
-this one ignores ``prescale`` and ``postscale``: the framework's program applies them, because it can do so while it
-copies the tensors next to each other. All members' tensors have the same shapes, in all collectives.
+The ranks agree on requests as usual. The tensors of a request are described by ``DeviceBuffer`` objects.
+Consecutive tensors with the same dtype must be adjacent in memory, so that NCCL needs only one call for them.
+All members' tensors must have the same shapes, in all collectives. Unlike other exchanges, this exchange
+ignores ``prescale`` and ``postscale``: the framework's program applies them when it packs the tensors.
 
 Note [Streams of an exchange]
-A stream is a queue of work on a GPU. The framework computes on its own stream, and each exchange has another one.
-When a request is submitted, an event is recorded on the framework's stream (``Request.ready``), and the exchange's
-stream waits for it. When the exchange is enqueued, another event is recorded (``DeviceResults.event``), and the
-framework's stream waits for it. Nothing blocks the host, and the framework's stream can run other work between the
-two events.
+A stream is a queue of work on a GPU. The framework computes on its own stream, and each exchange has another
+stream. When a request is submitted, an event is recorded on the framework's stream (``Request.ready``), and
+the stream of the exchange waits for it. After the exchange has been enqueued, another event is recorded there
+(``DeviceResults.event``), and the framework's stream waits for this event. The host never waits for the GPU,
+and the framework's stream can run other work between the two events.
 """
 
 from __future__ import annotations
@@ -88,19 +88,18 @@ def buffers_at(
 
 
 def ready(stream: int) -> Any:
-    """Note the calling thread's current GPU. Returns the event after which the tensors hold the data to send."""
+    """Note the current GPU. Returns an event that occurs once the framework has computed the tensors."""
     _last_device[:] = [nccl.current_device()]
     return nccl.stream_at(stream).record()
 
 
 def wait(stream: int, results: DeviceResults) -> None:
-    """Let a framework's stream, given by its handle, wait for the results of a request."""
+    """Make a framework's stream wait for the results of a request."""
     nccl.stream_at(stream).wait(results.event)
 
 
 class NcclExchange:
-    """The ``DeviceExchange`` of a process set, for ``DeviceBuffer`` objects. Blocks at creation until all
-    members have created theirs.
+    """The ``DeviceExchange`` of a process set. Creating one blocks until all members have done so.
 
     Args:
         exchange: The engine's exchange for the set.
@@ -138,10 +137,8 @@ class NcclExchange:
         self._exchange.context.achieved += 1
         return [_results(request, event) for _, request in pairs]
 
-    def _runs(
-        self, d: Description, request: Request | None
-    ) -> Iterator[tuple[str, int, int, int]]:
-        """Yield the dtype, number of elements, source address and target address of each run of tensors."""
+    def _runs(self, d: Description, request: Request | None) -> Iterator[tuple[str, int, int, int]]:
+        """Yield the dtype, element count, source and target of each sequence of tensors of one dtype."""
         index = 0
         for dtype, run in groupby(zip(d.dtypes, d.shapes, strict=True), lambda pair: pair[0]):
             shapes = [shape for _, shape in run]
@@ -149,7 +146,9 @@ class NcclExchange:
             if count and request is None:
                 yield dtype, count, *self._unused(count * dtype_named(dtype).itemsize)
             elif count and request is not None and request.outputs is not None:
-                yield dtype, count, request.inputs[index].address, request.outputs[index].address
+                source: Any = request.inputs[index]
+                target: Any = request.outputs[index]
+                yield dtype, count, source.address, target.address
             index += len(shapes)
 
     def _unused(self, nbytes: int) -> tuple[int, int]:
