@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Client, Connection, Listener
-from typing import Any
+from typing import Any, ClassVar
 
 import ml_dtypes  # noqa: F401  # Registers the name bfloat16 with NumPy.
 import numpy as np
@@ -48,9 +48,11 @@ class Event:
 class Stream:
     """A thread that runs its work in order."""
 
-    handle = 1
+    by_handle: ClassVar[dict[int, Stream]] = {}
 
     def __init__(self) -> None:
+        self.handle = len(self.by_handle) + 1
+        self.by_handle[self.handle] = self
         self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         threading.Thread(target=self._run, daemon=True).start()
 
@@ -235,11 +237,11 @@ class NcclDouble:
             stream.enqueue(lambda one=communicator, calls=calls: one.run(calls))
         self._grouped = None
 
-    def _add(self, communicator: Communicator, stream: Stream, *call: Any) -> None:
+    def _add(self, communicator: Communicator, stream: int, *call: Any) -> None:
         assert self._grouped is not None
         self.enqueued.append(call[0])
         communicator.calls.append(call)
-        self._grouped.append((communicator, stream))
+        self._grouped.append((communicator, Stream.by_handle[stream]))
 
     def all_reduce(self, source, target, count, dtype, average, communicator, stream) -> None:  # type: ignore
         nbytes = count * np.dtype(dtype).itemsize

@@ -12,6 +12,7 @@ from ringdance.training.exports import *  # isort: skip  # First, because some n
 
 from ringdance.jax import operations
 from ringdance.jax import threads as threads
+from ringdance.jax.device import nccl_built as nccl_built
 from ringdance.jax.loaders import image_loader, table_loader
 from ringdance.jax.memory import Compression
 from ringdance.jax.operations import *

@@ -64,6 +64,13 @@ def _has_nccl() -> bool:
     return True
 
 
+def nccl_built() -> int:
+    """Return the version of NCCL used for arrays on GPUs, such as 22304 for 2.23.4, or 0 if there is none."""
+    if session.is_initialized() and session.engine().settings.gpu_operations == "mpi":
+        return 0
+    return nccl.nccl.version
+
+
 def accesses(one: Any) -> bool:
     """Return True if NCCL can access the memory of a JAX device."""
     return PLATFORM in (one.platform, *one.client.platform_version.split())

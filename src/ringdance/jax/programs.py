@@ -10,6 +10,9 @@ thread run one after another in the order in which they were started. (JAX's ``r
 this.) In this case, we limit the effect to the program: before JAX lowers the traced program, we turn it into
 a single operation without an effect, which creates its own first token. JAX has no public hook for this. See
 ``_private``.
+
+Programs on a GPU keep their tokens. JAX may start them from several threads, so their order would otherwise
+be undefined. The tokens order the calls on the host that submit exchanges, not the work on the GPU.
 """
 
 from __future__ import annotations

@@ -113,7 +113,7 @@ class Settings:
     )
     gpu_operations: str = _setting(
         "nccl", choice("nccl", "mpi"),
-        "How to exchange PyTorch tensors on GPUs: with NCCL, or with MPI from host memory.",
+        "How to exchange PyTorch and JAX arrays on GPUs: with NCCL, or with MPI from host memory.",
         legacy="HOROVOD_GPU_OPERATIONS", common=True,
     )
     cpu_operations: str = _setting(

@@ -161,21 +161,21 @@ class NcclExchange:
     def _enqueue(
         self, d: Description, members: Sequence[int], dtype: str, count: int, source: int, target: int
     ) -> None:
-        place, size = (self._communicator, self._stream), self._exchange.size
+        where, size = (self._communicator, int(self._stream.handle)), self._exchange.size
         average, nbytes = d.operation is ReduceOp.AVERAGE, count * dtype_named(dtype).itemsize
         if d.kind is Collective.ALLREDUCE:
-            nccl.all_reduce(source, target, count, dtype, average, *place)
+            nccl.all_reduce(source, target, count, dtype, average, *where)
         elif d.kind is Collective.REDUCESCATTER:
-            nccl.reduce_scatter(source, target, count // size, dtype, average, *place)
+            nccl.reduce_scatter(source, target, count // size, dtype, average, *where)
         elif d.kind is Collective.BROADCAST:
-            nccl.broadcast(source, target, nbytes, members.index(d.root), *place)
+            nccl.broadcast(source, target, nbytes, members.index(d.root), *where)
         elif d.kind is Collective.ALLGATHER:
-            nccl.all_gather(source, target, nbytes, *place)
+            nccl.all_gather(source, target, nbytes, *where)
         elif d.kind is Collective.ALLTOALL:
             part = nbytes // size
             for rank in range(size):
-                nccl.send(source + rank * part, part, rank, *place)
-                nccl.receive(target + rank * part, part, rank, *place)
+                nccl.send(source + rank * part, part, rank, *where)
+                nccl.receive(target + rank * part, part, rank, *where)
         else:
             raise AssertionError(f"NcclExchange does not support the collective {d.kind.name}.")
 

@@ -96,7 +96,7 @@ class Nccl:
         """Abort the unfinished work of a communicator and free it."""
         self._calls.comm_abort(communicator)
 
-    # Collectives. ``source`` and ``target`` are addresses.
+    # Collectives. ``source`` and ``target`` are addresses. ``where``: the communicator, the stream's handle.
 
     @contextmanager
     def group(self) -> Iterator[None]:
@@ -107,38 +107,31 @@ class Nccl:
         finally:
             self._calls.group_end()
 
-    def all_reduce(
-        self, source: int, target: int, count: int, dtype: str, average: bool, communicator: Any, stream: Any
-    ) -> None:
+    def all_reduce(self, source: int, target: int, count: int, dtype: str, average: bool, *where: Any) -> None:
         """Add or average ``count`` elements."""
-        kind = self._type(dtype), self._operation(average)
-        self._calls.all_reduce(source, target, count, *kind, communicator, int(stream.handle))
+        self._calls.all_reduce(source, target, count, self._type(dtype), self._operation(average), *where)
 
     def reduce_scatter(
-        self, source: int, target: int, count: int, dtype: str, average: bool, communicator: Any, stream: Any
+        self, source: int, target: int, count: int, dtype: str, average: bool, *where: Any
     ) -> None:
         """Add or average. Each member receives ``count`` elements of the result."""
-        kind = self._type(dtype), self._operation(average)
-        self._calls.reduce_scatter(source, target, count, *kind, communicator, int(stream.handle))
+        self._calls.reduce_scatter(source, target, count, self._type(dtype), self._operation(average), *where)
 
-    def broadcast(
-        self, source: int, target: int, nbytes: int, root: int, communicator: Any, stream: Any
-    ) -> None:
+    def broadcast(self, source: int, target: int, nbytes: int, root: int, *where: Any) -> None:
         """Copy the root's bytes to all targets."""
-        byte = self._type("uint8")
-        self._calls.broadcast(source, target, nbytes, byte, root, communicator, int(stream.handle))
+        self._calls.broadcast(source, target, nbytes, self._type("uint8"), root, *where)
 
-    def all_gather(self, source: int, target: int, nbytes: int, communicator: Any, stream: Any) -> None:
+    def all_gather(self, source: int, target: int, nbytes: int, *where: Any) -> None:
         """Copy ``nbytes`` bytes from each member to all targets, in rank order."""
-        self._calls.all_gather(source, target, nbytes, self._type("uint8"), communicator, int(stream.handle))
+        self._calls.all_gather(source, target, nbytes, self._type("uint8"), *where)
 
-    def send(self, source: int, nbytes: int, rank: int, communicator: Any, stream: Any) -> None:
+    def send(self, source: int, nbytes: int, rank: int, *where: Any) -> None:
         """Send bytes to a member, which must receive them."""
-        self._calls.send(source, nbytes, self._type("uint8"), rank, communicator, int(stream.handle))
+        self._calls.send(source, nbytes, self._type("uint8"), rank, *where)
 
-    def receive(self, target: int, nbytes: int, rank: int, communicator: Any, stream: Any) -> None:
+    def receive(self, target: int, nbytes: int, rank: int, *where: Any) -> None:
         """Receive bytes from a member, which must send them."""
-        self._calls.recv(target, nbytes, self._type("uint8"), rank, communicator, int(stream.handle))
+        self._calls.recv(target, nbytes, self._type("uint8"), rank, *where)
 
     def _type(self, dtype: str) -> int:
         return int(self._calls.DataType[TYPES[dtype]])

@@ -128,7 +128,7 @@ def of_keras(name: str, classes: int, image_size: int) -> Any:
 
 
 def use_own_gpu() -> None:
-    """Use the GPU whose number is the local rank. Does nothing with JAX."""
+    """Use the GPU whose number is the local rank."""
     if keras.backend.backend() == "tensorflow":
         import tensorflow as tf
 
@@ -142,6 +142,10 @@ def use_own_gpu() -> None:
 
         if torch.cuda.is_available():
             torch.cuda.set_device(hvd.local_rank() % torch.cuda.device_count())
+    else:
+        import jax
+
+        jax.config.update("jax_cuda_visible_devices", str(hvd.local_rank()))
 
 
 # Optimizer -------------------------------------------------------------------------------------------
