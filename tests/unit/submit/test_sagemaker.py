@@ -216,7 +216,8 @@ def test_a_rank_for_each_gpu_unless_the_job_says_otherwise(
     unknown = {**COMMON, "instance_type": "ml.trn1.32xlarge"}
     with pytest.raises(ArgumentError, match=r"ml.trn1.32xlarge: .* Pass processes_per_host"):
         Estimator(**unknown)
-    assert Estimator(**unknown, processes_per_host=32).started == "2 x ml.trn1.32xlarge, 32 ranks per instance"
+    started = Estimator(**unknown, processes_per_host=32).started
+    assert started == "2 x ml.trn1.32xlarge, 32 ranks per instance"
     Estimator(**COMMON).fit(wait=False, job_name=NAME)
     assert "2 x ml.p3.16xlarge (8 GPUs), 8 ranks per instance\n" in capsys.readouterr().out
 
