@@ -62,7 +62,8 @@ def horovod_rows() -> Iterator[Row]:
         yield f"`HOROVOD_{name}`", f"no effect: {reason}"
     launcher = sorted(name for name in LAUNCHER_NAMES if name.startswith("HOROVOD_"))
     yield _joined(launcher), "set by the launcher. Do not set these variables yourself"
-    yield _joined(sorted(BUILD_NAMES)), "no effect: they configured Horovod's build. Ringdance has none"
+    build = "no effect: these variables configure Horovod's build, and Ringdance does not compile anything"
+    yield _joined(sorted(BUILD_NAMES)), build
 
 
 def option_rows() -> Iterator[Row]:
