@@ -168,6 +168,7 @@ CHECKS = (
           "hosts after it in the list",
           _names_agree, compares=True),
     Check("same-mtu", "network", WARNING,
-          "the same MTU on all hosts of a network: otherwise small packets pass but large ones vanish, and "
-          "jobs hang in the first all-reduce", _same_mtu, compares=True),
+          "all hosts of a network must have the same MTU: otherwise small packets pass but large ones "
+          "vanish, and jobs hang in the first all-reduce",
+          _same_mtu, compares=True),
 )  # fmt: skip
