@@ -48,6 +48,5 @@ def _orphans(host: HostFacts) -> Finding:
 CHECKS = (
     Check("orphans", "leftovers", WARNING,
           "no ranks should be left from earlier jobs whose launcher has exited, because they occupy "
-          "cores, memory and GPUs",
-          _orphans),
+          "cores, memory and GPUs", _orphans),
 )  # fmt: skip

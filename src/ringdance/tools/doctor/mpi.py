@@ -106,16 +106,13 @@ CHECKS = (
           _library, ("mpi", "environment")),
     Check("second-mpi-loaded", "mpi", ERROR,
           "LD_LIBRARY_PATH must not contain another MPI library, because programs load it instead of "
-          "the one in the environment",
-          limit("LD_LIBRARY_PATH contains no other MPI library",
+          "the one in the environment", limit("LD_LIBRARY_PATH contains no other MPI library",
                 lambda host: host["mpi"]["other_libraries"],
                 "unset LD_LIBRARY_PATH (or `module unload` the module that set it)",
                 problem="LD_LIBRARY_PATH contains another MPI library: {mpi[other_libraries]:names}")),
     Check("mpi-prefix", "mpi", ERROR,
-          "OPAL_PREFIX and similar variables must not make Open MPI look for its files in another "
-          "directory",
+          "OPAL_PREFIX and similar variables must not make Open MPI look for its files in another directory",
           _prefix, ("mpi", "environment")),
-    Check("world", "mpi", ERROR,
-          "a job of two ranks must form one world of two, not two worlds of one",
+    Check("world", "mpi", ERROR, "a job of two ranks must form one world of two, not two worlds of one",
           _world, ("world",)),
 )  # fmt: skip

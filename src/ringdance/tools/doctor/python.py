@@ -140,25 +140,20 @@ def _frameworks(host: HostFacts) -> dict[str, str]:
 
 
 CHECKS = (
-    Check("requirements", "python", ERROR,
-          "the libraries that Ringdance itself needs must be installed",
+    Check("requirements", "python", ERROR, "the libraries that Ringdance itself needs must be installed",
           _requirements),
     Check("horovod-beside", "python", ERROR,
           "horovod must not be installed alongside ringdance-horovod, because both distributions "
-          "contain the directory horovod/",
-          _horovod),
+          "contain the directory horovod/", _horovod),
     Check("shadowed-modules", "python", ERROR,
           "files in the working directory or PYTHONPATH, such as torch.py or random.py, must not shadow "
-          "libraries",
-          _shadowed),
-    Check("user-site", "python", WARNING,
-          "libraries in ~/.local should not shadow those in the environment",
+          "libraries", _shadowed),
+    Check("user-site", "python", WARNING, "libraries in ~/.local should not shadow those in the environment",
           limit("no library in ~/.local shadows one in the environment",
                 lambda host: host["python"]["user_site"],
                 "export PYTHONNOUSERSITE=1",
                 problem="libraries in ~/.local shadow those in the environment: {python[user_site]:names}")),
-    Check("same-mpi", "python", ERROR,
-          "all hosts must have the same mpi4py and MPI library",
+    Check("same-mpi", "python", ERROR, "all hosts must have the same mpi4py and MPI library",
           equal(_mpi, _SAME_EVERYWHERE), ("python", "mpi"), compares=True),
     Check("same-frameworks", "python", WARNING,
           "all hosts must have the same framework versions, because different versions may compute "
