@@ -61,8 +61,9 @@ def horovod_rows() -> Iterator[Row]:
     for name, (_, reason) in NO_EFFECT.items():
         yield f"`HOROVOD_{name}`", f"no effect: {reason}"
     launcher = sorted(name for name in LAUNCHER_NAMES if name.startswith("HOROVOD_"))
-    yield _joined(launcher), "set by launchers; never set them yourself"
-    yield _joined(sorted(BUILD_NAMES)), "no effect: they steered the build, and nothing is compiled here"
+    yield _joined(launcher), "set by the launcher. Do not set these variables yourself"
+    build = "no effect: these variables configure Horovod's build, and Ringdance does not compile anything"
+    yield _joined(sorted(BUILD_NAMES)), build
 
 
 def option_rows() -> Iterator[Row]:
@@ -119,21 +120,21 @@ class _Table(SphinxDirective):
 class Settings(_Table):
     """``{settings}``."""
 
-    head = ("environment", "default", "meaning")
+    head = ("environment variable", "default", "meaning")
     rows = staticmethod(settings_rows)
 
 
 class HorovodVariables(_Table):
     """``{horovod-variables}``."""
 
-    head = ("variable", "here")
+    head = ("variable", "effect in Ringdance")
     rows = staticmethod(horovod_rows)
 
 
 class HorovodrunOptions(_Table):
     """``{horovodrun-options}``."""
 
-    head = ("option", "here")
+    head = ("option", "effect in Ringdance")
     rows = staticmethod(option_rows)
 
 
@@ -154,7 +155,7 @@ class TestedVersions(_Table):
 class DoctorChecks(_Table):
     """``{doctor-checks}``."""
 
-    head = ("check", "area", "if wrong", "description")
+    head = ("check", "area", "severity", "description")
     rows = staticmethod(check_rows)
 
 

@@ -1,6 +1,6 @@
-"""The hierarchy of the exceptions that Ringdance raises.
+"""Exceptions that Ringdance raises.
 
-::
+The exceptions form the following hierarchy::
 
     RingdanceError
     ├── SettingError            (ValueError)    the value of a setting is invalid

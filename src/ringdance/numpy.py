@@ -1,6 +1,7 @@
-"""Ringdance on NumPy arrays: ``import ringdance.numpy as hvd``.
+"""Collectives on NumPy arrays.
 
-The dtype for bfloat16 is ``ml_dtypes.bfloat16``. The collectives have these options in common:
+Import this module with ``import ringdance.numpy as hvd``. The dtype for bfloat16 is ``ml_dtypes.bfloat16``.
+All collectives have these options:
 
 - If the input is a list or tuple of arrays, the arrays are exchanged together, and the result is a list.
 - ``out`` receives the results and must have the inputs' shapes and dtypes. To reduce or broadcast in place,

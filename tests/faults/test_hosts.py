@@ -264,8 +264,8 @@ def test_a_start_that_takes_too_long_names_hosts_and_ranks(
     assert done.returncode == 1
     assert (
         "only 0 of 4 ranks started within 4 s (--start-timeout)\n"
-        "  host localhost (rank 0): the agent answers; mpiexec was started, but no rank connected\n"
-        "  hosts other1 (ranks 1-2), other2 (rank 3): the agent answers; mpiexec's daemon was started, "
+        "  host localhost (rank 0): the agent responds; mpiexec was started, but no rank connected\n"
+        "  hosts other1 (ranks 1-2), other2 (rank 3): the agent responds; mpiexec's daemon was started, "
         "but no rank connected\n"
     ) in done.stderr, done.stderr
 

@@ -641,7 +641,7 @@ def test_a_reader_that_leaves_ends_the_job(program: Callable[[str], str]) -> Non
     [
         (["true"], 2, "Specify -np N"),
         (["-np", "2"], 2, "missing COMMAND"),
-        (["-np", "0", "true"], 2, "1 or more"),
+        (["-np", "0", "true"], 2, "at least 1"),
         (["-np", "5", "-H", "localhost:4", "true"], 2, "needs 5 slots, but the hosts given have 4"),
         (["-np", "2", "-H", "elsewhere:4", "true"], 2, "host elsewhere: ssh cannot connect"),
         (["-np", "2", "no-such-program"], 127, "command not found: no-such-program"),

@@ -314,7 +314,7 @@ def test_weights_of_other_classes_leave_the_head_fresh_and_others_are_refused(
     torch.testing.assert_close(training.model.layer3[1].conv2.weight, other.layer3[1].conv2.weight)
     assert training.model.fc.weight.shape[0] == 3
     training = train_torch.TorchImageModel(replaced(options), PRESETS["laptop"], 3, torch.device("cpu"))
-    with pytest.raises(SystemExit, match=r"other\.pt: not for this model: \d+ of its entries"):
+    with pytest.raises(SystemExit, match=r"other\.pt: not for this model: \d+ entries belong"):
         begin_with(Namespace(weights=path, evaluate=False), training, 3)
 
 

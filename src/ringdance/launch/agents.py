@@ -136,7 +136,7 @@ class Agents:
             program = "mpiexec" if agent.local else "mpiexec's daemon"
             ranks = f"only {counted(connected, 'rank')}" if connected else "no rank"
             state = f"{program} was started, but {ranks} connected"
-        return f"the agent {'does not answer' if silent else 'answers'}; {state}"
+        return f"the agent {'does not respond' if silent else 'responds'}; {state}"
 
     @property
     def remotes_gone(self) -> bool:

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 _EXAMPLES = """\
 examples:
-  ringdance run -np 2 python train.py                train on two processes of this machine
+  ringdance run -np 2 python train.py                train in two processes on this machine
   ringdance run --help                               all options of run
   ringdance settings --changed                       settings that differ from their defaults
-  RINGDANCE_CYCLE_TIME=2 ringdance settings          every setting with its value, origin and unit
+  RINGDANCE_CYCLE_TIME=2 ringdance settings          every setting with its value and origin
 """
 
 _COMMANDS = {
@@ -34,7 +34,7 @@ _COMMANDS = {
         "stop": ("ringdance.launch.background.commands:stop", "end a background job"),
         "search": ("ringdance.tools.search.cli", "find a script's best hyperparameters in parallel trials"),
         "recipes": ("ringdance.tools.recipes", "list and copy training jobs that come with Ringdance"),
-        "settings": ("ringdance.tools.cli:settings", "show all settings: value, origin, meaning, names"),
+        "settings": ("ringdance.tools.cli:settings", "show the value, origin and meaning of all settings"),
     },
     "diagnose": {
         "doctor": ("ringdance.tools.doctor.cli", "find what makes training fail or hang on these machines"),

@@ -30,7 +30,7 @@ examples:
   ringdance data verify /fast/imagenet --decode       check checksums and images
   ringdance data info /fast/imagenet                  show splits, classes, sizes
   ringdance data index /data/tfrecords                index TFRecords or tars from other tools
-  ringdance data generate criteo /fast/planted        generate click logs to try training with
+  ringdance data generate criteo /fast/generated      generate click logs for trying out training
 
 Requires the package google-crc32c, and pillow and simplejpeg for images or pyarrow for click logs.
 `ringdance data COMMAND --help` shows all options.
@@ -125,7 +125,7 @@ prints the AUC of this probability. No model can achieve a better AUC on these r
 files, pass DST to `ringdance data prepare criteo`.
 
 example:
-  ringdance data generate criteo /fast/planted --rows 2000000 --validation 0.1"""
+  ringdance data generate criteo /fast/generated --rows 2000000 --validation 0.1"""
 
 
 def main(argv: Sequence[str]) -> int:

@@ -283,7 +283,7 @@ def _add_threads(parser: argparse.ArgumentParser) -> None:
     add("--ranks", type=counts, metavar="A,B", help="ranks per host to try (default: 1, 2, 4, ... cores)")
     add("--intra", type=counts, metavar="A,B", help="intra-op threads to try (default: 1, 2, 4, ... cores)")
     add("--bind", choices=_BINDS, default="both", help="bind ranks to cores, or try both (default: both)")
-    add("--seconds", type=number, default=20.0, metavar="S", help="seconds of steps to measure (default: 20)")
+    add("--seconds", type=number, default=20.0, metavar="S", help="seconds to measure per run (default: 20)")
     add("--limit", type=number, default=300.0, metavar="S", help="seconds allowed for startup (default: 300)")
     add_host_options(parser, "hosts, with as many cores as this one; slots are ignored (default: this host)")
     add("command", nargs="+", metavar="COMMAND", help="after --: the training command and its arguments")

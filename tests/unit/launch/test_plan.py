@@ -321,7 +321,7 @@ def test_options_with_one_dash_are_spelt_as_open_mpi_5_wants_them() -> None:
 
 
 def test_no_ranks() -> None:
-    with pytest.raises(LaunchError, match="1 or more"):
+    with pytest.raises(LaunchError, match="at least 1"):
         plan(ranks=0)
 
 

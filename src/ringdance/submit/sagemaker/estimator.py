@@ -145,8 +145,9 @@ class Estimator(TrainingJob):
             if self.mpi or self.instance_count * max(gpus, 1) > 1:
                 self.mpi, self.processes_per_host = True, max(gpus, 1)
         kind = f"{self.instance_type} ({gpus} GPUs)" if gpus else self.instance_type
-        ranks = self.processes_per_host if self.mpi else "1, without MPI"
-        self.started = f"{self.instance_count} x {kind}, ranks on each: {ranks}"
+        ranks = self.processes_per_host if self.mpi else 1
+        ranks_text = f"{ranks} {'rank' if ranks == 1 else 'ranks'} per instance"
+        self.started = f"{self.instance_count} x {kind}, {ranks_text}{'' if self.mpi else ', without MPI'}"
 
     def _check_options(self) -> None:
         if self.instance_type.startswith("local"):

@@ -98,8 +98,8 @@ CHECKS = (
     Check("temporary-folder", "disk", ERROR,
           "the directory for temporary files (TMPDIR) must exist and be writable", _temporary),
     Check("temporary-path-length", "disk", ERROR,
-          "the length of TMPDIR: MPI creates sockets there, and a socket's path may have at most 108 bytes",
-          limit("TMPDIR={disk[temporary][path]}",
+          "TMPDIR must be short, because MPI's sockets are created there and a socket's path may have "
+          "at most 108 bytes", limit("TMPDIR={disk[temporary][path]}",
                 lambda host: len(host["disk"]["temporary"]["path"].encode()) > _LONGEST,
                 "export TMPDIR=/tmp",
                 problem=f"TMPDIR is longer than {_LONGEST} bytes, so paths of MPI's sockets in it may be too "

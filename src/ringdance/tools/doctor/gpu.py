@@ -160,20 +160,18 @@ def _nccl(host: HostFacts) -> dict[str, str]:
 
 
 CHECKS = (
-    Check("gpu-driver", "gpu", ERROR,
-          "a driver that does not report all of the machine's GPUs", _driver),
-    Check("gpu-ranks", "gpu", WARNING, "more ranks than GPUs on a host",
+    Check("gpu-driver", "gpu", ERROR, "the driver must report all of the machine's GPUs", _driver),
+    Check("gpu-ranks", "gpu", WARNING, "a host should not have more ranks than GPUs",
           limit("{slots:rank} on {gpu[count]:GPU}",
                 lambda host: host.slots > host["gpu"]["count"],
                 "start {gpu[count]:rank} on this host, one per GPU",
                 applies=lambda host: host.slots and host["gpu"]["count"])),
-    Check("visible-devices", "gpu", WARNING, "CUDA_VISIBLE_DEVICES with GPUs that do not exist",
+    Check("visible-devices", "gpu", WARNING, "the GPUs in CUDA_VISIBLE_DEVICES should exist",
           _visible_devices, ("environment", "gpu")),
-    Check("gpu-framework", "gpu", ERROR, "frameworks without GPU support on a machine that has GPUs",
+    Check("gpu-framework", "gpu", ERROR, "frameworks must support GPUs on a machine that has GPUs",
           _framework_gpus, ("gpu", "frameworks")),
-    Check("framework-imports", "frameworks", ERROR,
-          "installed frameworks that cannot be imported", _imports),
-    Check("same-nccl", "gpu", ERROR, "the same NCCL version on all hosts with GPUs",
+    Check("framework-imports", "frameworks", ERROR, "installed frameworks must be importable", _imports),
+    Check("same-nccl", "gpu", ERROR, "all hosts with GPUs must have the same NCCL version",
           equal(_nccl, "install the same nvidia-nccl-cu12 (or cu13) on all hosts"), ("gpu", "python"),
           compares=True),
 )  # fmt: skip

@@ -47,5 +47,6 @@ def _orphans(host: HostFacts) -> Finding:
 
 CHECKS = (
     Check("orphans", "leftovers", WARNING,
-          "ranks from earlier jobs whose launcher has exited: they occupy cores, memory and GPUs", _orphans),
+          "no ranks should be left from earlier jobs whose launcher has exited, because they occupy "
+          "cores, memory and GPUs", _orphans),
 )  # fmt: skip

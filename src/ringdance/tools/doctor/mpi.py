@@ -102,18 +102,17 @@ def _world(host: HostFacts) -> Finding:
 
 CHECKS = (
     Check("mpi-library", "mpi", ERROR,
-          "the MPI library that mpi4py loads, and its mpiexec",
+          "mpi4py must find an MPI library, and the library's mpiexec must be installed",
           _library, ("mpi", "environment")),
     Check("second-mpi-loaded", "mpi", ERROR,
-          "another MPI library in LD_LIBRARY_PATH, which programs load instead of the one in the environment",
-          limit("LD_LIBRARY_PATH contains no other MPI library",
+          "LD_LIBRARY_PATH must not contain another MPI library, because programs load it instead of "
+          "the one in the environment", limit("LD_LIBRARY_PATH contains no other MPI library",
                 lambda host: host["mpi"]["other_libraries"],
                 "unset LD_LIBRARY_PATH (or `module unload` the module that set it)",
                 problem="LD_LIBRARY_PATH contains another MPI library: {mpi[other_libraries]:names}")),
     Check("mpi-prefix", "mpi", ERROR,
-          "OPAL_PREFIX and similar variables, which make Open MPI look for its files in another directory",
+          "OPAL_PREFIX and similar variables must not make Open MPI look for its files in another directory",
           _prefix, ("mpi", "environment")),
-    Check("world", "mpi", ERROR,
-          "a job of two ranks must form one world of two, not two worlds of one",
+    Check("world", "mpi", ERROR, "a job of two ranks must form one world of two, not two worlds of one",
           _world, ("world",)),
 )  # fmt: skip

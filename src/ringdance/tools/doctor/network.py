@@ -165,9 +165,8 @@ CHECKS = (
           _interface_named, ("network", "environment")),
     Check("names-agree", "network", ERROR,
           "hosts must resolve each other's names to the same address. Each host resolves the names of the 16 "
-          "hosts after it in the list",
-          _names_agree, compares=True),
+          "hosts after it in the list", _names_agree, compares=True),
     Check("same-mtu", "network", WARNING,
-          "the same MTU on all hosts of a network: otherwise small packets pass but large ones vanish, and "
-          "jobs hang in the first all-reduce", _same_mtu, compares=True),
+          "all hosts of a network must have the same MTU: otherwise small packets pass but large ones "
+          "vanish, and jobs hang in the first all-reduce", _same_mtu, compares=True),
 )  # fmt: skip

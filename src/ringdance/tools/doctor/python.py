@@ -140,21 +140,23 @@ def _frameworks(host: HostFacts) -> dict[str, str]:
 
 
 CHECKS = (
-    Check("requirements", "python", ERROR, "the libraries that Ringdance itself needs", _requirements),
+    Check("requirements", "python", ERROR, "the libraries that Ringdance itself needs must be installed",
+          _requirements),
     Check("horovod-beside", "python", ERROR,
-          "horovod installed alongside ringdance-horovod: both distributions contain the directory horovod/",
-          _horovod),
+          "horovod must not be installed alongside ringdance-horovod, because both distributions "
+          "contain the directory horovod/", _horovod),
     Check("shadowed-modules", "python", ERROR,
-          "files in the working directory or PYTHONPATH that shadow libraries, such as torch.py or "
-          "random.py", _shadowed),
-    Check("user-site", "python", WARNING, "libraries in ~/.local that shadow those in the environment",
+          "files in the working directory or PYTHONPATH, such as torch.py or random.py, must not shadow "
+          "libraries", _shadowed),
+    Check("user-site", "python", WARNING, "libraries in ~/.local should not shadow those in the environment",
           limit("no library in ~/.local shadows one in the environment",
                 lambda host: host["python"]["user_site"],
                 "export PYTHONNOUSERSITE=1",
                 problem="libraries in ~/.local shadow those in the environment: {python[user_site]:names}")),
-    Check("same-mpi", "python", ERROR, "the same mpi4py and MPI library on all hosts",
+    Check("same-mpi", "python", ERROR, "all hosts must have the same mpi4py and MPI library",
           equal(_mpi, _SAME_EVERYWHERE), ("python", "mpi"), compares=True),
     Check("same-frameworks", "python", WARNING,
-          "the same framework versions on all hosts: different versions may compute different results or "
-          "name weights differently", equal(_frameworks, _SAME_EVERYWHERE), compares=True),
+          "all hosts must have the same framework versions, because different versions may compute "
+          "different results or name weights differently",
+          equal(_frameworks, _SAME_EVERYWHERE), compares=True),
 )  # fmt: skip

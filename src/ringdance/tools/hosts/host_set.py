@@ -148,7 +148,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options that select hosts and specify how to reach them."""
     group = parser.add_argument_group("hosts")
     add_host_options(group)
-    text = "seconds to wait for a host to answer (default: %(default)g)"
+    text = "seconds to wait for a host to respond (default: %(default)g)"
     group.add_argument("--connect-timeout", type=number, default=15.0, metavar="S", help=text)
 
 

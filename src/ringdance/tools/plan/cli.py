@@ -62,11 +62,12 @@ def _parser() -> Parser:
     add("--from", dest="bench", type=Path, metavar="FILE|RUN_DIR", help=text)
     text = f"model whose gradients are known, instead of --from ({', '.join(models())})"
     add("--model", metavar="NAME", help=text)
-    text = "rate of the model on one rank; with --from, on one rank of the new machine, such as a faster GPU"
+    text = "throughput of one rank; with --from, of one rank on the new machine, such as a faster GPU"
     add("--images-per-second", type=number, metavar="R", help=text)
-    add("--of", type=positive, default=1, metavar="N", help="ranks that reach the rate together (default: 1)")
+    text = "number of ranks that reach this throughput together (default: 1)"
+    add("--of", type=positive, default=1, metavar="N", help=text)
     add("--batch", type=positive, metavar="N", help="samples per rank and step (default: the model's)")
-    text = f"input comes from memory; if not, GPU hosts' step times vary by a share of {planner.HOST_SPREAD}"
+    text = f"input comes from memory; otherwise, step times on GPU hosts vary by {planner.HOST_SPREAD:.0%}%"
     add("--synthetic", action="store_true", help=text)
     text = f"machine to plan for: a .toml file or one of {', '.join(instances())}"
     add("--instance", required=True, metavar="NAME|FILE", help=text)

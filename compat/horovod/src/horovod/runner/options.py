@@ -138,7 +138,7 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
     control = mpi.add_mutually_exclusive_group()
     control.add_argument("--gloo", **_NO_VALUE, dest="use_gloo", help="accepted, but MPI is used instead")
     control.add_argument(
-        "--mpi", **_NO_VALUE, dest="use_mpi", help="MPI connects the processes (it always does)"
+        "--mpi", **_NO_VALUE, dest="use_mpi", help="accepted: MPI always connects the processes"
     )
     control.add_argument(
         "--jsrun", **_NO_VALUE, dest="use_jsrun", help="accepted, but mpiexec starts the processes"
