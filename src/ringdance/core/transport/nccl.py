@@ -107,7 +107,9 @@ class Nccl:
         finally:
             self._calls.group_end()
 
-    def all_reduce(self, source: int, target: int, count: int, dtype: str, average: bool, *where: Any) -> None:
+    def all_reduce(
+        self, source: int, target: int, count: int, dtype: str, average: bool, *where: Any
+    ) -> None:
         """Add or average ``count`` elements."""
         self._calls.all_reduce(source, target, count, self._type(dtype), self._operation(average), *where)
 
