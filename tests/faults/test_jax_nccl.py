@@ -14,7 +14,7 @@ PROGRAM = """
 import os, signal
 import nccl_double
 
-nccl_double.install()
+nccl_double.double = nccl_double.install()
 import jax, jax.numpy as jnp
 import ringdance.jax as hvd
 
@@ -22,23 +22,38 @@ hvd.init()
 step = jax.jit(lambda x: hvd.grouped_allreduce([x + 1, x - 1], op=hvd.Average)[0])
 x = jnp.ones(1000)
 for number in range(1000):
-    if (number, hvd.rank()) == (20, 1):
+    if (number, hvd.rank()) == (20, DIES):
         os.kill(os.getpid(), signal.SIGKILL)
+    if (number, hvd.rank()) == (20, FAILS):
+        nccl_double.double.failure_of = lambda communicator: "RemoteError"
     x = step(x)
     print("step", number, float(x[0]), flush=True)
 """
 
 
-def test_a_rank_killed_between_exchanges_ends_the_other_by_name(tmp_path: Path) -> None:
+def run(directory: Path, dies: int, fails: int) -> tuple[int, str]:
+    """Run the program. Returns its exit code and its output."""
     pytest.importorskip("jax")
-    (tmp_path / "program.py").write_text(PROGRAM)
+    program = PROGRAM.replace("DIES", str(dies)).replace("FAILS", str(fails))
+    (directory / "program.py").write_text(program)
     command = [sys.executable, "-m", "ringdance", "run", "-np", "2", sys.executable, "program.py"]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HELPERS), os.environ.get("PYTHONPATH", "")])}
     done = subprocess.run(
-        command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60, check=False
+        command, cwd=directory, env=environ, capture_output=True, text=True, timeout=60, check=False
     )
-    shown = done.stdout + done.stderr
-    assert done.returncode == 128 + 9, shown
-    assert "step 19" in shown
+    assert "step 19" in done.stdout
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_a_rank_killed_between_exchanges_ends_the_other_by_name(tmp_path: Path) -> None:
+    code, shown = run(tmp_path, dies=1, fails=-1)
+    assert code == 128 + 9, shown
     assert "rank 1" in shown
     assert "killed by SIGKILL" in shown
+
+
+def test_an_error_of_nccl_ends_the_job_with_its_name(tmp_path: Path) -> None:
+    code, shown = run(tmp_path, dies=-1, fails=1)
+    assert code == 1, shown
+    assert "NCCL failed on rank 1" in shown
+    assert "RemoteError" in shown

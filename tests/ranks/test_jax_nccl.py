@@ -129,25 +129,6 @@ def test_rows_must_match_within_a_program() -> None:
     np.testing.assert_array_equal(total(jnp.ones(2)), [SIZE, SIZE])
 
 
-@several
-def test_an_error_of_nccl_ends_all_ranks_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    total(jnp.ones(2), name="before")
-    hvd.barrier()
-    if RANK == 0:
-        monkeypatch.setattr(double, "failure_of", lambda _: "RemoteError")
-
-    def repeat() -> None:
-        while True:
-            jax.block_until_ready(jax.jit(total)(jnp.ones(3)))
-
-    with pytest.raises(Exception, match=r"NCCL failed on rank 0 .*RemoteError"):
-        repeat()
-    hvd.shutdown()
-    monkeypatch.undo()
-    hvd.init()
-    np.testing.assert_array_equal(total(jnp.ones(2)), [SIZE, SIZE])
-
-
 def test_the_stream_is_found_in_the_table_of_xla() -> None:
     """On the CPU, XLA has no stream and says so."""
     errors = []

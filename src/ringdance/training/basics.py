@@ -184,7 +184,7 @@ def gloo_built() -> bool:
 
 
 def nccl_built() -> int:
-    """Return 0, because only ``ringdance.torch`` uses NCCL. The result is an integer, as in Horovod."""
+    """Return 0, because this framework's GPU tensors do not use NCCL. Horovod also returns an integer."""
     return 0
 
 

@@ -251,8 +251,8 @@ def assumptions(
     if not load.cores:
         sentences.append(
             "Tested on GPUs so far: PyTorch on one GPU, with one and two ranks. Not tested: several GPUs, "
-            "several hosts with GPUs. These plans are fitted to published runs of Horovod. TensorFlow, "
-            "Keras, JAX and MXNet exchange through host memory, which is slower than this plan."
+            "several hosts with GPUs. These plans are fitted to published runs of Horovod. TensorFlow "
+            "and MXNet exchange through host memory, which is slower than this plan."
         )
     if not options.samples or not (options.epochs or options.curve):
         return sentences
