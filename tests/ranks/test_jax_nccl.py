@@ -147,12 +147,15 @@ def test_the_stream_is_found_in_the_table_of_xla() -> None:
 
 @several
 def test_a_rank_that_has_joined_sends_zeros() -> None:
-    step = jax.jit(lambda x: hvd.grouped_allreduce([x, x.astype(jnp.bfloat16) * 2], op=hvd.Sum))
-    for number in range(2 + RANK):
+    def function(x: Any) -> Any:
+        return hvd.grouped_allreduce([x, jnp.full(100_000, 2.0, jnp.bfloat16)], op=hvd.Sum)
+
+    step = jax.jit(function)
+    for number in range(3 * RANK + 2):
         a, b = step(jnp.ones(3))
-        ranks = SIZE if number < 2 else SIZE + 1 - number
+        ranks = SIZE if number < 2 else SIZE - 1 - (number - 2) // 3
         np.testing.assert_array_equal(a, np.full(3, ranks))
-        np.testing.assert_array_equal(b.astype(jnp.float32), np.full(3, 2 * ranks))
+        np.testing.assert_array_equal(b.astype(jnp.float32), np.full(100_000, 2 * ranks))
     assert hvd.join() == SIZE - 1
 
 

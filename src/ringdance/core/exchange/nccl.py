@@ -16,6 +16,7 @@ and the framework's stream can run other work between the two events.
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import threading
@@ -81,7 +82,7 @@ def buffers_at(
     for dtype, run in groupby(zip(dtypes, shapes, strict=True), lambda pair: pair[0]):
         address = next(starts)
         for _, shape in run:
-            nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+            nbytes = math.prod(shape) * dtype.itemsize
             buffers.append(DeviceBuffer(address, shape, dtype, nbytes))
             address += nbytes
     return tuple(buffers)
@@ -125,11 +126,12 @@ class NcclExchange:
         for _, request in pairs:
             if request is not None:
                 self._stream.wait(request.ready)
+        runs = [(d, request, *run) for d, request in pairs for run in _runs(d)]
+        self._allocate(max([nbytes for _, request, *_, nbytes in runs if request is None], default=0))
         try:
             with nccl.group():
-                for description, request in pairs:
-                    for run in self._runs(description, request):
-                        self._enqueue(description, members, *run)
+                for d, request, index, dtype, nbytes in runs:
+                    self._enqueue(d, members, dtype, nbytes, *self._addresses(request, index))
         except Exception as error:
             raise self._failed(names, str(error)) from error
         event = self._stream.record()
@@ -137,32 +139,25 @@ class NcclExchange:
         self._exchange.context.achieved += 1
         return [_results(request, event) for _, request in pairs]
 
-    def _runs(self, d: Description, request: Request | None) -> Iterator[tuple[str, int, int, int]]:
-        """Yield the dtype, element count, source and target of each sequence of tensors of one dtype."""
-        index = 0
-        for dtype, run in groupby(zip(d.dtypes, d.shapes, strict=True), lambda pair: pair[0]):
-            shapes = [shape for _, shape in run]
-            count = sum(int(np.prod(shape, dtype=np.int64)) for shape in shapes)
-            if count and request is None:
-                yield dtype, count, *self._unused(count * dtype_named(dtype).itemsize)
-            elif count and request is not None and request.outputs is not None:
-                source: Any = request.inputs[index]
-                target: Any = request.outputs[index]
-                yield dtype, count, source.address, target.address
-            index += len(shapes)
-
-    def _unused(self, nbytes: int) -> tuple[int, int]:
-        """Return the addresses of zeros to send, and of memory for results that are not needed."""
-        if self._memory is None or self._memory.size < 2 * nbytes:
+    def _allocate(self, nbytes: int) -> None:
+        """Provide memory for a rank that has joined: zeros to send, and space for the results."""
+        if nbytes and (self._memory is None or self._memory.size < 2 * nbytes):
             self._memory = nccl.zeros(2 * nbytes, self._stream)
-        start = int(self._memory.handle)
-        return start, start + self._memory.size // 2
+
+    def _addresses(self, request: Request | None, index: int) -> tuple[int, int]:
+        """Return where the data of a run is read and written. ``index``: index of the run's first tensor."""
+        if request is None:
+            start = int(self._memory.handle)
+            return start, start + self._memory.size // 2
+        source: Any = request.inputs[index]
+        target: Any = request.outputs and request.outputs[index]
+        return source.address, target.address
 
     def _enqueue(
-        self, d: Description, members: Sequence[int], dtype: str, count: int, source: int, target: int
+        self, d: Description, members: Sequence[int], dtype: str, nbytes: int, source: int, target: int
     ) -> None:
         where, size = (self._communicator, int(self._stream.handle)), self._exchange.size
-        average, nbytes = d.operation is ReduceOp.AVERAGE, count * dtype_named(dtype).itemsize
+        average, count = d.operation is ReduceOp.AVERAGE, nbytes // dtype_named(dtype).itemsize
         if d.kind is Collective.ALLREDUCE:
             nccl.all_reduce(source, target, count, dtype, average, *where)
         elif d.kind is Collective.REDUCESCATTER:
@@ -207,6 +202,15 @@ class NcclExchange:
             threading.Thread(
                 target=nccl.abort, args=(communicator,), name="ringdance abort", daemon=True
             ).start()
+
+
+def _runs(d: Description) -> Iterator[tuple[int, str, int]]:
+    """Yield the first index, the dtype and the size in bytes of each run of tensors with the same dtype."""
+    index = 0
+    for dtype, run in groupby(zip(d.dtypes, d.shapes, strict=True), lambda pair: pair[0]):
+        shapes = [shape for _, shape in run]
+        yield index, dtype, sum(map(math.prod, shapes)) * dtype_named(dtype).itemsize
+        index += len(shapes)
 
 
 def _results(request: Request | None, event: Any) -> DeviceResults:
