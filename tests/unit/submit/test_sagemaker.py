@@ -216,9 +216,10 @@ def test_a_rank_for_each_gpu_unless_the_job_says_otherwise(
     unknown = {**COMMON, "instance_type": "ml.trn1.32xlarge"}
     with pytest.raises(ArgumentError, match=r"ml.trn1.32xlarge: .* Pass processes_per_host"):
         Estimator(**unknown)
-    assert Estimator(**unknown, processes_per_host=32).started == "2 x ml.trn1.32xlarge, ranks on each: 32"
+    started = Estimator(**unknown, processes_per_host=32).started
+    assert started == "2 x ml.trn1.32xlarge, 32 ranks per instance"
     Estimator(**COMMON).fit(wait=False, job_name=NAME)
-    assert "2 x ml.p3.16xlarge (8 GPUs), ranks on each: 8\n" in capsys.readouterr().out
+    assert "2 x ml.p3.16xlarge (8 GPUs), 8 ranks per instance\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -372,7 +373,7 @@ def test_the_command_line_s_dry_run_prints_the_request() -> None:
     )
     assert request == same.request({"train": Input(f"{S3}/train", "ShardedByS3Key")}, NAME)
     assert "not an option of mpirun" in done.stderr
-    assert "2 x ml.p3.16xlarge (8 GPUs), ranks on each: 8\n" in done.stderr
+    assert "2 x ml.p3.16xlarge (8 GPUs), 8 ranks per instance\n" in done.stderr
 
 
 def test_secrets_are_not_put_into_the_request() -> None:

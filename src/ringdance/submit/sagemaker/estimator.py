@@ -145,8 +145,9 @@ class Estimator(TrainingJob):
             if self.mpi or self.instance_count * max(gpus, 1) > 1:
                 self.mpi, self.processes_per_host = True, max(gpus, 1)
         kind = f"{self.instance_type} ({gpus} GPUs)" if gpus else self.instance_type
-        ranks = self.processes_per_host if self.mpi else "1, without MPI"
-        self.started = f"{self.instance_count} x {kind}, ranks on each: {ranks}"
+        count = (self.processes_per_host or 1) if self.mpi else 1
+        ranks = f"{count} rank{'s' * (count != 1)} per instance{'' if self.mpi else ', without MPI'}"
+        self.started = f"{self.instance_count} x {kind}, {ranks}"
 
     def _check_options(self) -> None:
         if self.instance_type.startswith("local"):
