@@ -69,7 +69,7 @@ def main() -> None:
     hashes = hvd.allgather_object(hashlib.sha256(weights).hexdigest())
     if hvd.rank() == 0:
         speed = seen / seconds
-        print(f"{hvd.size()} ranks: {speed * hvd.size():,.0f} images/s, {speed:,.0f} images/s for each rank")
+        print(f"{hvd.size()} ranks: {speed * hvd.size():,.0f} images/s, {speed:,.0f} images/s per rank")
         print(f"test accuracy: {accuracy:.2%}")
         print(f"all {hvd.size()} ranks hold the same weights: {'yes' if len(set(hashes)) == 1 else 'NO'}")
     if len(set(hashes)) != 1:

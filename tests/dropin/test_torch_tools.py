@@ -40,7 +40,7 @@ def results(directory: Path, size: int, name: str, *launcher: str) -> list[dict[
     collected = [torch.load(f"{out}{rank}") for rank in range(size)]
     assert [(rank, of) for rank, of, _ in collected] == [(rank, size) for rank in range(size)]
     script = (directory / f"{name}.py").read_text()
-    assert done.stdout.count("batches of each rank") == ("batches of" in script)
+    assert done.stdout.count("batches per rank") == ("batches per" in script)
     return [weights for _, _, weights in collected]
 
 

@@ -76,7 +76,7 @@ def learned_and_scored(directory: Path, recipe: str, clicks: Path, ranks: int = 
     """Train for the same number of steps on any number of ranks. Score validation rows, return their AUC."""
     model = directory / "model"
     text = run(directory, recipe, ranks, clicks, "--epochs", str(ranks), "--export", str(model))
-    assert "of 8,000 rows" in text
+    assert "on 8,000 validation rows" in text
     scores = directory / "scores.tsv"
     command = [sys.executable, str(RECIPES.with_name("score.py")), str(model), str(clicks)]
     command += ["--split", "validation"]

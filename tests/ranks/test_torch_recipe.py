@@ -207,7 +207,7 @@ def test_what_more_ranks_cannot_finish_is_evaluated(
     if RANK == 0:
         told = capsys.readouterr().out
         assert "continuing after step 3" in told
-        assert "after 2 epochs: top-1" in told
+        assert "after epoch 2: top-1" in told
 
 
 def test_a_worse_model_does_not_replace_the_best(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -170,11 +170,10 @@ def text_file(name: str | None) -> AbstractContextManager[TextIO]:
 
 def scores_of(found: dict[str, float]) -> str:
     """Format the result of ``BinaryScores``. Includes the standard error of the AUC."""
-    rows = f"{found['count']:,} rows"
     if np.isnan(found["auc"]):
         label = 1 if found["positives"] else 0
-        return f"log-loss {found['logloss']:.5f} of {rows}; AUC is undefined, because all labels are {label}"
+        return f"AUC undefined (all labels are {label}), log-loss {found['logloss']:.5f}"
     return (
         f"AUC {found['auc']:.5f} +/- {found['auc_error']:.5f}, log-loss {found['logloss']:.5f}, calibration "
-        f"{found['calibration']:.4f} of {rows}"
+        f"{found['calibration']:.4f}"
     )

@@ -89,7 +89,8 @@ def score_rows(given: argparse.Namespace, about: dict[str, Any]) -> int:
             metrics.add(scores, batch.labels)
             rows = zip(scores.tolist(), batch.labels.tolist(), strict=True)
             output.writelines(f"{score:.7g}\t{label:g}\n" for score, label in rows)
-    print(f"{scores_of(metrics.result())} in {time.perf_counter() - began:.1f} s", file=sys.stderr)
+    result, seconds = metrics.result(), time.perf_counter() - began
+    print(f"{scores_of(result)} on {result['count']:,} rows in {seconds:.1f} s", file=sys.stderr)
     return 0
 
 
@@ -157,7 +158,7 @@ def score_images(given: argparse.Namespace, about: dict[str, Any]) -> int:
                       sep="\t", file=output)  # fmt: skip
     result, seconds = metrics.result(), time.perf_counter() - began
     tops = ", ".join(f"top-{name[3:]} {share:.2%}" for name, share in result.items() if name != "count")
-    shown = f"{tops} of {result['count']:,} with a label" if result["count"] else "no image has a label"
+    shown = f"{tops} on {result['count']:,} labeled images" if result["count"] else "no image has a label"
     print(f"{len(data) - len(broken):,} images in {seconds:.1f} s: {shown}", file=sys.stderr)
     for _, why in sorted(broken.items()):
         print(f"skipped: {why}", file=sys.stderr)

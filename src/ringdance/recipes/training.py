@@ -33,8 +33,8 @@ from ringdance.recipes.models import export, wrong_target
 from ringdance.recipes.progress import ProgressTable, clock, diverged
 
 Array = np.ndarray[Any, Any]
-TRAINED_ON = "train (the data has no other split: these are not validation metrics)"
-"""Name of the evaluated split if the data has only a training split."""
+TRAINED_ON = "the only split"
+"""Value of ``split`` if the data has only a training split, so metrics are not validation metrics."""
 
 
 @dataclass
@@ -85,9 +85,12 @@ class Training:
     ) -> None:
         if problem := hvd.broadcast_object(wrong_target(given) if hvd.rank() == 0 else ""):
             raise SystemExit(problem)
-        self.given, self.model, self.split, self.score, self.table = given, model, split, score, table
+        self.given, self.model, self.score, self.table = given, model, score, table
         self.options = {"framework": model.framework, **options}
         self.unit, self.samples, self.epochs = unit, samples, epochs
+        self.evaluated = f"{split} {unit}"
+        if split == TRAINED_ON:
+            self.evaluated = f"training {unit} (the data has no other split)"
         self.at, self.kept = Position(), Position()
         self.patience: int = getattr(given, "patience", None) or 0
         self.files = self.best = None
@@ -235,7 +238,7 @@ class Training:
             self.print(f"nothing left to do after step {at.step}: {why}")
         elif at.step:
             self.print(
-                f"continuing after step {at.step}: epoch {at.epoch}, {at.done:,} of its {self.unit} are done"
+                f"continuing after step {at.step}: epoch {at.epoch}, {at.done:,} {self.unit} already used"
             )
         while not over:
             loader.set_epoch(at.epoch, at.done)
@@ -275,14 +278,15 @@ class Training:
     def evaluate(self) -> bool:
         """Evaluate, and save the model if it is the best so far. Returns True if training should stop."""
         at, metrics = self.at, self.model.evaluate()
-        self.print(f"{self.model.described(at, metrics)} of {self.split}, {clock(self.progress.seconds())}")
+        evaluated = f"{metrics['count']:,} {self.evaluated}"
+        self.print(f"{self.model.described(at, metrics)} on {evaluated}, {clock(self.progress.seconds())}")
         self.progress.scalars(at.step, {f"evaluation_{name}": value for name, value in metrics.items()})
         if not np.isfinite(metrics[self.score]):
             self.save(self.files)
             self._close_files()
             raise SystemExit(
-                f"The {self.score} of {self.split} is {metrics[self.score]} after step {at.step}, so no "
-                "model is kept as the best or exported. Check whether all samples have the same label or "
+                f"The {self.score} on the {self.evaluated} is {metrics[self.score]} after step {at.step}, so "
+                "no model is kept as the best or exported. Check whether all samples have the same label or "
                 "no label."
             )
         if self.best is None:

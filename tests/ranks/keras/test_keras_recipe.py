@@ -100,10 +100,10 @@ def test_a_run_that_was_stopped_in_mid_epoch_ends_as_an_unbroken_one(
         counts = contained([photos / name])
         assert all(each_once(counts[epoch], IMAGES, 4 * SIZE) for epoch in range(2)), name
     if RANK == 0:
-        assert told.count(f"of {IMAGES} images of train (the data has no other split") == 2
+        assert told.count(f"on {IMAGES} training images (the data has no other split)") == 2
         again = capsys.readouterr().out
         assert "continuing after step 1" in again
-        assert again.count("epochs: top-1") == 2, "no evaluation in mid-epoch"
+        assert again.count("after epoch") == 2, "no evaluation in mid-epoch"
         assert "top-5" not in again, "there are three classes"
     run(recipe, monkeypatch, photos, "parts", "--evaluate")
     if RANK == 0:
@@ -123,7 +123,7 @@ def test_a_model_of_keras_applications_exported_and_loaded_again(
     again = f"{words} --evaluate --checkpoints= --weights {model / 'model.weights.h5'}"
     run(recipe, monkeypatch, photos, "library", *again.split())
     if RANK == 0:
-        figures = told.partition("after 2 epochs: ")[2].partition(" of")[0]
+        figures = told.partition("after epoch 2: ")[2].partition(" on")[0]
         assert f"before any training: {figures}" in capsys.readouterr().out
         right = 0
         program = keras.models.load_model(model / "model.keras", compile=False)
@@ -157,4 +157,4 @@ def test_lars_with_accumulation_in_half_precision(
     before = read(min((photos / "half").glob("checkpoint-*")))[1]  # after two steps
     assert np.abs(variables[0] - before[0]).max() > 1e-4, "the scaled loss reaches the weights"
     if RANK == 0:
-        assert capsys.readouterr().out.count("epochs: top-1") == 1
+        assert capsys.readouterr().out.count("after epoch") == 1

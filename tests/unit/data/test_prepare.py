@@ -164,7 +164,7 @@ def test_unusual_images_are_converted_and_broken_ones_listed(tmp_path, capfd):
     for name, data in special.items():
         (first / name).write_bytes(data)
     assert prepare(tmp_path / "src", tmp_path / "dst", "--max-broken", 2) == 2
-    assert "too many broken items: 3 of 21 images of train" in capfd.readouterr().err
+    assert "too many broken items: 3 of 21 images in train" in capfd.readouterr().err
     assert not (tmp_path / "dst/train.json").exists()
     for _ in ("written", "already complete"):
         assert prepare(tmp_path / "src", tmp_path / "dst", "--max-broken", 3) == 3

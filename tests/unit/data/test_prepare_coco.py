@@ -119,7 +119,7 @@ def test_too_much_that_is_broken_is_refused(
     target = tmp_path / "checked"
     assert main(["data", "prepare", "coco", str(source), str(target)]) == 2
     total = len(BROKEN) + 5
-    assert f"too many broken items: {total} entries of train2017" in capsys.readouterr().err
+    assert f"too many broken items: {total} entries in train2017" in capsys.readouterr().err
     assert not (target / "annotations" / "instances_train2017.json").exists()
     assert len(problems(target)) == total
 

@@ -303,7 +303,7 @@ def test_info_and_verify(source, tmp_path, capsys):
     summary = "train: 9000 rows of 39 fields, ids below 1000000, in 2 files (tfrecord), "
     assert summary in capsys.readouterr().out
     assert main(["verify", str(tmp_path), "--decode"]) == 0
-    assert "checksums and rows of 9000 rows in 2 files" in capsys.readouterr().out
+    assert "train: checked 9000 rows in 2 files, " in capsys.readouterr().out
     path = tmp_path / "train-00001-of-00002.tfrecord"
     data = path.read_bytes()
     path.write_bytes(data.replace(b"values", b"volues", 1))

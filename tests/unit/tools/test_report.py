@@ -160,7 +160,7 @@ def test_samples_are_shown_once_the_batch_is_known(
     sizes = {"one": 1, "four": 4, "same": 4}
     runs = [str(write(tmp_path / name, [0.1] * size)) for name, size in sizes.items()]
     assert report.main(runs) == 0
-    assert "\n10 steps/s; for samples/s, pass `--batch-size N`, " in capsys.readouterr().out
+    assert "\n10 steps/s; for samples/s, pass `--batch-size N` (" in capsys.readouterr().out
     assert report.main([*runs, "--batch-size", "32"]) == 0
     assert "\n10 steps/s; 1,280 samples/s of all ranks\n" in capsys.readouterr().out
     text = (tmp_path / "same/report.html").read_text()

@@ -63,7 +63,7 @@ def _split(source: Path, destination: Path, split: str, max_broken: int | None) 
     problems = check(table, source / split)
     listed, left_out = destination / f"{split}.problems.tsv", len(problems)
     list_problems(listed, problems)
-    what = f"{amount(left_out, 'entry', 'entries')} of {split}"
+    what = f"{amount(left_out, 'entry', 'entries')} in {split}"
     check_broken(what, left_out, total, max_broken, listed)
     link = destination / split
     if link.exists() and not link.is_symlink():

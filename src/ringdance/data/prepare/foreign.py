@@ -118,7 +118,8 @@ def index(given: argparse.Namespace) -> int:
     left_out = sum(
         _write(directory, name, kinds[name], files, first, names) for name, files in scanned.items()
     )
-    print(f"labels in the files begin with {first}" + " (--first-label)" * (given.first_label is None))
+    hint = " (to override this, use --first-label)" if given.first_label is None else ""
+    print(f"labels in the files start at {first}{hint}")
     return left_out
 
 

@@ -41,7 +41,7 @@ def verify(directory: Path, decode: bool) -> int:
         kind, unit = ("rows", "row") if isinstance(data, Table) else ("images", "sample")
         checked = f"checksums and {kind}" if decode else "checksums"
         where = f"{amount(len(data), unit)} in {amount(len(data.files), 'file')}"
-        print(f"{data.split}: {checked} of {where}, {decimal(size)}")
+        print(f"{data.split}: checked {where}, {decimal(size)} ({checked})")
         if isinstance(data, Dataset):
             data.close()
     print(amount(wrong, "problem") if wrong else "no problems found")

@@ -228,7 +228,7 @@ def check_broken(what: str, count: int, total: int, most: int | None, path: Path
             "written. Repair the items, or run the same command again with a larger --max-broken."
         )
     if count:
-        say(f"left out {what} as broken, listed in {path}")
+        say(f"skipped broken items: {what}. {path} lists them.")
 
 
 def make(source: Source, format: str, shards: int, resize: int) -> tuple[SplitPlan, Array]:

@@ -193,7 +193,7 @@ def _close(destination: Path, plan: SplitPlan, max_broken: int | None) -> int:
     problems = sorted(tuple(problem) for record in records for problem in record["problems"])
     left_out = sum(problem[0] == "left out" for problem in problems)
     plans.list_problems(path := destination / f"{plan.split}.problems.tsv", problems)
-    what = f"{left_out} of {plan.images} images of {plan.split}"
+    what = f"{left_out} of {plan.images} images in {plan.split}"
     plans.check_broken(what, left_out, plan.images, max_broken, path)
     made = plan.close(destination, [ShardFile(**record["file"]) for record in records])
     size = sum(file.size for file in made.files)

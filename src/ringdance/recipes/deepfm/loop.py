@@ -141,7 +141,7 @@ def tables(given: argparse.Namespace) -> tuple[Table, Table, str]:
         raise SystemExit(str(error)) from None
     if given.patience:
         raise SystemExit(
-            f"--patience {given.patience} requires separate rows for validation. Use --validation DATA, or "
+            f"--patience {given.patience} requires separate validation rows. Use --validation DATA, or "
             "prepare the data with --validation 0.1."
         )
     return data, data, TRAINED_ON
@@ -190,8 +190,8 @@ def main(manual: str, make: Any, init: Callable[[], None] = hvd.init) -> None:
     bytes_ = table.values.nbytes + table.accumulators.nbytes
     training.print(
         f"DeepFM by {model.framework}: {hvd.size()} ranks, batch {given.batch_size * hvd.size():,}; "
-        f"{len(data):,} rows, {len(check):,} for validation; a table of {data.table_size:,} rows, "
-        f"{bytes_ / 1e6:,.0f} MB on each rank{', sharded' * table.sharded}"
+        f"{len(data):,} training rows, {'no' if check is data else f'{len(check):,}'} validation rows; "
+        f"table: {data.table_size:,} rows, {bytes_ / 1e6:,.0f} MB per rank{', sharded' * table.sharded}"
     )
     if not training.resume() and given.warm_start:
         warm_start(Path(given.warm_start), model, about)

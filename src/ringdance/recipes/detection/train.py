@@ -250,8 +250,8 @@ class DetectionModel:
     def described(self, at: Position, found: dict[str, float]) -> str:
         """Format the metrics of an evaluation."""
         shares = ", ".join(f"{name} {value:.4f}" for name, value in found.items() if "AP" in name)
-        when = f"after {at.epoch} epochs" if at.step else "before"
-        return f"{when}: {shares} of {found['count']:,} images"
+        when = f"after epoch {at.epoch}" if at.step else "before any training"
+        return f"{when}: {shares}"
 
     def average_statistics(self) -> None:
         """Do nothing, because the normalization layers have no running statistics to update."""

@@ -94,8 +94,8 @@ def ranks_of(count: int) -> tuple[int, ...]:
 def described(at: Position, found: dict[str, float]) -> str:
     """Format the metrics of an evaluation."""
     shares = (f"top-{name[3:]} {share:.2%}" for name, share in found.items() if name.startswith("top"))
-    when = f"after {at.epoch} epochs" if at.step else "before any training"
-    return f"{when}: {', '.join(shares)} of {found['count']:,} images"
+    when = f"after epoch {at.epoch}" if at.step else "before any training"
+    return f"{when}: {', '.join(shares)}"
 
 
 def begin_with(given: argparse.Namespace, model: Any, classes: int) -> str:

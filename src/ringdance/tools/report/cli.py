@@ -56,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
         if arguments.json:
             print(json.dumps({**asdict(limit), "page": str(target)}, indent=1))
         else:
-            print(f"{_words(limit)}\n{speed_of(runs[-1], arguments.batch_size)}\nThe page is {target}")
+            print(f"{_words(limit)}\n{speed_of(runs[-1], arguments.batch_size)}\nReport written to {target}")
         return 0
 
     return as_program("ringdance report", action)

@@ -59,7 +59,7 @@ def page(runs: Sequence[RunMetrics], limit: Limit, trace: Sequence[RankTimes], b
 def speed_of(run: RunMetrics, batch: int) -> str:
     """Describe a run's speed. If ``batch`` is 0, explain how to get the speed in samples per second."""
     samples = f"{run.steps_per_second * run.size * batch:,.4g} samples/s of all ranks"
-    hint = "for samples/s, pass `--batch-size N`, the samples per rank and step"
+    hint = "for samples/s, pass `--batch-size N` (samples per rank and step)"
     return f"{run.steps_per_second:.4g} steps/s; {samples if batch else hint}"
 
 

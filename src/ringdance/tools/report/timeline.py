@@ -101,7 +101,7 @@ def _show(console: Console, summary: dict[str, Any], steps: int, tensors: int) -
     if summary["tensors"] and tensors > 0:
         _table(
             console, "Late tensors, ms; longest total wait first",
-            ["tensor", "times", "negotiation", "waits in all", "for rank", "last in"],
+            ["tensor", "count", "negotiation", "total wait", "late rank", "last"],
             [
                 [row["tensor"], str(row["times"]), milliseconds(row["negotiate_seconds"]),
                  milliseconds(row["late_seconds"]), str(row["late_rank"]), f"{row['late_share']:.0%}"]
