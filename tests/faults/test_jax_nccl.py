@@ -31,18 +31,41 @@ for number in range(1000):
 """
 
 
-def run(directory: Path, dies: int, fails: int) -> tuple[int, str]:
-    """Run the program. Returns its exit code and its output."""
+# NCCL fails after the last exchange has been enqueued. The data are never exchanged.
+LOST = """
+import time
+import nccl_double
+
+double = nccl_double.install()
+import jax, jax.numpy as jnp
+import ringdance.jax as hvd
+
+hvd.init()
+nccl_double.Communicator.run = lambda self, calls: self.aborted.wait()
+begun = time.monotonic()
+double.failure_of = lambda communicator: "RemoteError" if time.monotonic() > begun + 1 else ""
+total = lambda x: hvd.allreduce(x, op=hvd.Sum)
+print("result", CALL(jnp.ones(2)), flush=True)
+"""
+
+
+def start(directory: Path, program: str) -> tuple[int, str]:
+    """Run a program on two ranks. Returns its exit code and its output."""
     pytest.importorskip("jax")
-    program = PROGRAM.replace("DIES", str(dies)).replace("FAILS", str(fails))
     (directory / "program.py").write_text(program)
     command = [sys.executable, "-m", "ringdance", "run", "-np", "2", sys.executable, "program.py"]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HELPERS), os.environ.get("PYTHONPATH", "")])}
     done = subprocess.run(
         command, cwd=directory, env=environ, capture_output=True, text=True, timeout=60, check=False
     )
-    assert "step 19" in done.stdout
     return done.returncode, done.stdout + done.stderr
+
+
+def run(directory: Path, dies: int, fails: int) -> tuple[int, str]:
+    """Run the program in which a rank dies or NCCL fails at step 20."""
+    code, shown = start(directory, PROGRAM.replace("DIES", str(dies)).replace("FAILS", str(fails)))
+    assert "step 19" in shown
+    return code, shown
 
 
 def test_a_rank_killed_between_exchanges_ends_the_other_by_name(tmp_path: Path) -> None:
@@ -57,3 +80,18 @@ def test_an_error_of_nccl_ends_the_job_with_its_name(tmp_path: Path) -> None:
     assert code == 1, shown
     assert "NCCL failed on rank 1" in shown
     assert "RemoteError" in shown
+
+
+def test_results_that_were_lost_end_the_job_with_an_error(tmp_path: Path) -> None:
+    code, shown = start(tmp_path, LOST.replace("CALL", "jax.jit(total)"))
+    assert "result" in shown  # JAX cannot raise the error
+    assert code == 1, shown
+    assert "NCCL failed on rank" in shown
+    assert "results, which are therefore wrong" in shown
+
+
+def test_an_eager_call_raises_the_error(tmp_path: Path) -> None:
+    code, shown = start(tmp_path, LOST.replace("CALL", "total"))
+    assert "result [" not in shown
+    assert code == 1, shown
+    assert "NCCL failed on rank" in shown

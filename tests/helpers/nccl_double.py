@@ -7,6 +7,7 @@ stream, which is a thread here, and a lost rank blocks the stream until the comm
 from __future__ import annotations
 
 import ctypes
+import os
 import queue
 import tempfile
 import threading
@@ -109,6 +110,7 @@ class Communicator:
                 peer = listener.accept()
                 self._peers[peer.recv()] = peer
             listener.close()
+            os.rmdir(os.path.dirname(address))
         else:
             self._peers[0] = Client(address, "AF_UNIX")
             self._peers[0].send(rank)
@@ -194,7 +196,7 @@ class NcclDouble:
     def device_count(self) -> int:
         return 64
 
-    def current_device(self) -> int:
+    def device_of(self, address: int) -> int:
         from ringdance.training import session
 
         return session.engine().local_rank
@@ -231,11 +233,13 @@ class NcclDouble:
     @contextmanager
     def group(self) -> Iterator[None]:
         self._grouped = []
-        yield
-        for communicator, stream in dict.fromkeys(self._grouped):
-            calls, communicator.calls = communicator.calls, []
-            stream.enqueue(lambda one=communicator, calls=calls: one.run(calls))
-        self._grouped = None
+        try:
+            yield
+        finally:
+            for communicator, stream in dict.fromkeys(self._grouped):
+                calls, communicator.calls = communicator.calls, []
+                stream.enqueue(lambda one=communicator, calls=calls: one.run(calls))
+            self._grouped = None
 
     def _add(self, communicator: Communicator, stream: int, *call: Any) -> None:
         assert self._grouped is not None

@@ -13,8 +13,8 @@ import pytest
 
 import ringdance.jax as hvd
 from ringdance.core.exchange import nccl
-from ringdance.errors import MismatchError
-from ringdance.jax import ffi
+from ringdance.errors import ArgumentError, CollectiveError, MismatchError
+from ringdance.jax import device, ffi, programs
 
 if os.environ.get("TEST_NCCL") != "double":
     pytest.skip("runs in the jobs jax-nccl", allow_module_level=True)
@@ -102,22 +102,49 @@ def test_eager_calls_stay_on_the_device() -> None:
 
 
 @several
-def test_two_exchanges_are_in_flight_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An exchange does not wait for the result of an earlier one that it does not need."""
-    events = []
-    original = nccl.ready
-    monkeypatch.setattr(nccl, "ready", lambda stream: (events.append("start"), original(stream))[1])
-    waiting = nccl.wait
-    monkeypatch.setattr(nccl, "wait", lambda *given: (waiting(*given), events.append("finish"))[0])
+def test_exchanges_of_a_program_follow_each_other() -> None:
+    """So the same name may be used twice, and after an error, no other exchange is in flight."""
 
-    def function(x: Any) -> Any:
-        first = total(x, name="first")
-        second = total(jnp.sin(x), name="second")
-        return first + second
+    def function(x: Any, y: Any) -> Any:
+        return total(x, name="twice"), total(y, name="twice")
 
-    x = jnp.arange(4.0)
-    np.testing.assert_allclose(jax.jit(function)(x), SIZE * (x + np.sin(x)), rtol=1e-6)
-    assert sorted(events) == ["finish"] * 2 + ["start"] * 2
+    first, second = jax.jit(function)(jnp.ones(3), jnp.arange(4.0))
+    np.testing.assert_array_equal(first, np.full(3, SIZE))
+    np.testing.assert_array_equal(second, SIZE * np.arange(4.0))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="Mismatched shapes"):
+        jax.block_until_ready(jax.jit(function)(jnp.ones(3 + RANK), jnp.ones(4)))
+    assert not device._started
+    programs.settle()
+
+
+@several
+def test_the_order_of_dtypes_must_match() -> None:
+    values = [jnp.ones(3), jnp.ones(3, jnp.int32), jnp.ones(3)]
+    swapped = values if RANK else [values[0], values[2], values[1]]
+    with pytest.raises(MismatchError, match="Mismatched"):
+        hvd.grouped_allreduce(swapped, op=hvd.Sum)
+
+
+@several
+def test_eager_calls_with_many_names_compile_once() -> None:
+    for number in range(5):
+        total(jnp.ones(7), name=f"many.{number}")
+    before = device._compiled.cache_info().misses
+    for number in range(5, 10):
+        total(jnp.ones(7), name=f"many.{number}")
+    assert device._compiled.cache_info().misses == before
+
+
+@several
+def test_a_rank_uses_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    total(jnp.ones(2))
+    hvd.barrier()
+    if RANK == 0:
+        monkeypatch.setattr(double, "device_of", lambda _: 7)
+    with pytest.raises((ArgumentError, CollectiveError), match=r"on GPU 0, and cannot use GPU 7"):
+        total(jnp.ones(2), name="another")
+    monkeypatch.undo()
+    np.testing.assert_array_equal(total(jnp.ones(2), name="another"), [SIZE, SIZE])
 
 
 @several

@@ -70,6 +70,8 @@ class EngineEnd:
         stopped_first: True if this rank asked to stop before it received another rank's request.
         unclean: True if a thread of any rank was still waiting for an operation when the engines stopped.
         incomplete: Names of this rank's operations that were not complete when the engine stopped.
+        lost_results: True if exchanges on a device failed after their requests were done, and no caller has
+            received the error yet.
         departed: Name, host and process id of a rank whose program has exited, so that the job cannot be
             restarted. "" if no program has exited.
     """
@@ -86,6 +88,7 @@ class EngineEnd:
     stopped_first: bool = False
     unclean: bool = False
     incomplete: list[str] = field(default_factory=list)
+    lost_results: bool = False
     departed: str = ""
     _reason: str = ""
 
@@ -176,9 +179,11 @@ class EngineEnd:
         path = self.recorder.dump(self._identity, message, pending, named)
         if path and error.args:
             error.args = (f"{error.args[0]} (Last batches: {path})", *error.args[1:])
+        devices = [device for state in states for device in state.exchange.devices.values()]
+        self.lost_results = any([device.in_flight() for device in devices])
+        for device in devices:
+            device.close(False)
         for state in states:
-            for device in state.exchange.devices.values():
-                device.close(False)
             self.sets.fail_pending(state, error)
         self.stop_work.finish(error=None)
 
@@ -217,6 +222,7 @@ class EngineEnd:
     def error(self) -> CollectiveError:
         """Return the error for requests that are submitted or waited for after the end."""
         if self.broken is not None:
+            self.lost_results = False
             return type(self.broken)(str(self.broken))
         reason = self._reason or "This rank has shut down"
         return ShutDownError(f"{reason}. No further operations can be submitted.")

@@ -8,10 +8,10 @@ A collective becomes four operations of the program:
 - XLA's own code unpacks the results.
 
 XLA's stream can run other operations between the two calls. See Note [Streams of an exchange] in
-``core/exchange/nccl.py``. The token of the program, whose order is the same on all ranks, orders the calls of
-``_start``. ``_finish`` receives the flat arrays too, so that XLA does not reuse their memory during the
-exchange. XLA does not record these calls in command buffers (CUDA graphs), because the handlers do not
-declare that they support it.
+``core/exchange/nccl.py``. ``_finish`` receives the flat arrays too, so that XLA does not reuse their memory
+during the exchange. The token of the program orders all calls, so only one exchange of a program is in flight
+at a time: after an error in one exchange, XLA would free the memory of the others. XLA does not record the
+calls in command buffers (CUDA graphs), because the handlers do not declare that they support it.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -30,6 +31,7 @@ from jax.interpreters import mlir
 
 from ringdance.core.exchange import nccl
 from ringdance.core.request import Collective, Work
+from ringdance.errors import ArgumentError
 from ringdance.jax import _private, ffi
 from ringdance.jax._private import EFFECT
 from ringdance.jax.programs import by_address, reporting
@@ -41,7 +43,6 @@ Shapes = Sequence[tuple[int, ...]]
 
 _log = logging.getLogger("ringdance")
 _START, _FINISH = "ringdance_start", "ringdance_finish"
-_REDUCTIONS = (Collective.ALLREDUCE, Collective.REDUCESCATTER)
 _HALVES = (jnp.float16, jnp.bfloat16)
 PLATFORM = "cuda"  # XLA's platform whose memory NCCL can access.
 
@@ -55,9 +56,9 @@ def _has_nccl() -> bool:
     """Return True if NCCL can be used. Registers the handlers on the first call."""
     if not nccl.nccl.version:
         _log.warning(
-            "The exchanges of JAX arrays on GPUs go through host memory, because NCCL or its Python packages "
-            "cannot be loaded. To exchange them with NCCL, install ringdance[gpu]."
-        )
+            "JAX arrays on GPUs are exchanged through host memory, because NCCL cannot be used (%s). To use "
+            "NCCL, install the extra gpu.", nccl.nccl.problem,
+        )  # fmt: skip
         return False
     ffi.register(_START, _start, PLATFORM)
     ffi.register(_FINISH, _finish, PLATFORM)
@@ -71,16 +72,17 @@ def nccl_built() -> int:
     return nccl.nccl.version
 
 
-def accesses(one: Any) -> bool:
-    """Return True if NCCL can access the memory of a JAX device."""
-    return PLATFORM in (one.platform, *one.client.platform_version.split())
+def on_device(values: Sequence[Any]) -> bool:
+    """Return True if all values are arrays on one device whose memory NCCL can access."""
+    if not all(isinstance(value, jax.Array) for value in values):
+        return False
+    devices = {one for value in values for one in value.devices()}
+    one = devices.pop()
+    return not devices and PLATFORM in (one.platform, *one.client.platform_version.split())
 
 
-def supported(call: Call, shapes: Shapes, dtypes: Sequence[Any]) -> bool:
-    """Return True if NCCL exchanges arrays on a GPU with these shapes and dtypes.
-
-    The result is the same on all ranks that make the same call.
-    """
+def supported(call: Call, arrays: Sequence[Any]) -> bool:
+    """Return True if NCCL exchanges such arrays on a GPU. Equal on all ranks that make the same call."""
     engine = session.engine()
     if call.tables or call.weights or engine.settings.gpu_operations == "mpi":
         return False
@@ -89,11 +91,11 @@ def supported(call: Call, shapes: Shapes, dtypes: Sequence[Any]) -> bool:
     size, scales = len(engine.members(call.set_id)), (call.prescale, call.postscale)
     divided = call.kind in (Collective.REDUCESCATTER, Collective.ALLTOALL)
     return all(
-        np.prod(shape) > 0
-        and not (divided and (not shape or shape[0] % size))
-        and not jnp.issubdtype(dtype, jnp.complexfloating)
-        and nccl.exchanges(call.kind, call.operation, scales, np.dtype(dtype).name)
-        for shape, dtype in zip(shapes, dtypes, strict=True)
+        array.size > 0
+        and not (divided and (not array.ndim or array.shape[0] % size))
+        and not jnp.issubdtype(array.dtype, jnp.complexfloating)
+        and nccl.exchanges(call.kind, call.operation, scales, np.dtype(array.dtype).name)
+        for array in arrays
     )
 
 
@@ -111,9 +113,9 @@ class _Packing:
 
     call: Call
     size: int
-    shapes: Shapes
-    dtypes: Sequence[np.dtype[Any]]
-    results: Shapes
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[np.dtype[Any], ...]
+    results: tuple[tuple[int, ...], ...]
 
     @functools.cached_property
     def runs(self) -> list[list[int]]:
@@ -131,9 +133,8 @@ class _Packing:
         ]
 
     def text(self) -> str:
-        """Return the shapes and dtypes of all arrays, in the order in which they are packed."""
-        order = [index for run in self.runs for index in run]
-        return json.dumps([(self.shapes[i], self.results[i], self.dtypes[i].name) for i in order])
+        """Return the shapes and dtypes of all arrays."""
+        return json.dumps([self.shapes, self.results, [dtype.name for dtype in self.dtypes]])
 
     def pack(self, *arrays: Any) -> list[Any]:
         """Return the flat arrays to exchange."""
@@ -159,37 +160,39 @@ class _Packing:
         return [results[index] for index in range(len(results))] + received
 
     def _scaled(self, array: Any, factor: float) -> Any:
-        if factor == 1.0 or self.call.kind not in _REDUCTIONS:
+        if factor == 1.0 or self.call.kind not in nccl.REDUCTIONS:
             return array
         if array.dtype in _HALVES:
             return (array.astype(jnp.float32) * factor).astype(array.dtype)
         return array * jnp.asarray(factor, array.dtype)
 
 
+def _packing(call: Call, arrays: Sequence[Any], results: Shapes) -> _Packing:
+    shapes, dtypes = [array.shape for array in arrays], [np.dtype(array.dtype) for array in arrays]
+    size = len(session.engine().members(call.set_id))
+    return _Packing(call, size, tuple(shapes), tuple(dtypes), tuple(results)[: len(shapes)])
+
+
 def lower(ctx: Any, *operands: Any, call: Call, shapes: Shapes) -> Any:
     """Lower a collective to calls of the handlers. ``shapes``: shapes of the results."""
     avals = ctx.avals_in
-    size, dtypes = len(session.engine().members(call.set_id)), [np.dtype(aval.dtype) for aval in avals]
-    packing = _Packing(call, size, [aval.shape for aval in avals], dtypes, list(shapes)[: len(avals)])
+    packing = _packing(call, avals, shapes)
     inputs, outputs = packing.avals(packing.shapes), packing.avals(packing.results)
     pure = functools.partial(ctx.replace, primitive=None, tokens_in=mlir.TokenSet(), tokens_out=None)
     flats = mlir.lower_fun(packing.pack, multiple_results=True)(
         pure(avals_in=avals, avals_out=inputs), *operands
     )
     token = _private.abstract_token
-    same = {index: index for index in range(len(inputs))} if call.keeps_shapes else {}
-    token_out, *started = jax.ffi.ffi_lowering(
-        _START, has_side_effect=True, operand_output_aliases={i + 1: o + 1 for i, o in same.items()}
-    )(
+    same = {index: index for index in range(1, len(inputs) + 1)} if call.keeps_shapes else {}
+    started = jax.ffi.ffi_lowering(_START, has_side_effect=True, operand_output_aliases=same)(
         ctx.replace(avals_in=[token, *inputs], avals_out=[token, *outputs]), ctx.tokens_in.get(EFFECT),
         *_flat(flats), what=call.text(), shapes=packing.text(),
     )
     # Without aliases, the inputs are passed too, so that XLA keeps their memory.
     kept = [] if same else list(zip(inputs, _flat(flats), strict=True))
-    finished = jax.ffi.ffi_lowering(
-        _FINISH, has_side_effect=True, operand_output_aliases={index: index for index in range(len(outputs))}
-    )(
-        ctx.replace(avals_in=[*outputs, *[aval for aval, _ in kept]], avals_out=outputs),
+    alias = {index: index for index in range(1, len(outputs) + 1)}
+    token_out, *finished = jax.ffi.ffi_lowering(_FINISH, has_side_effect=True, operand_output_aliases=alias)(
+        ctx.replace(avals_in=[token, *outputs, *[aval for aval, _ in kept]], avals_out=[token, *outputs]),
         *started, *[value for _, value in kept],
     )
     ctx.set_tokens_out(mlir.TokenSet({EFFECT: token_out}))
@@ -203,16 +206,48 @@ def _flat(values: Sequence[Any]) -> list[Any]:
     return [one for value in values for one in (value if isinstance(value, (list, tuple)) else [value])]
 
 
-@functools.lru_cache(maxsize=1024)
-def _tensors(text: str) -> tuple[Any, Any, Any]:
-    shapes, results, names = zip(*json.loads(text), strict=True)
-    return [tuple(s) for s in shapes], [tuple(s) for s in results], [np.dtype(name) for name in names]
-
-
 @functools.lru_cache(maxsize=256)  # XLA reuses the same memory.
 def _buffers(text: str, inputs: Addresses, outputs: Addresses) -> tuple[Any, Any]:
-    shapes, results, dtypes = _tensors(text)
-    return nccl.buffers_at(inputs, shapes, dtypes), nccl.buffers_at(outputs, results, dtypes)
+    *shapes, names = json.loads(text)
+    before, after = ([tuple(shape) for shape in side] for side in shapes)
+    dtypes = [np.dtype(name) for name in names]
+    return nccl.buffers_at(inputs, before, dtypes), nccl.buffers_at(outputs, after, dtypes)
+
+
+def _submit(call: Call, inputs: Any, outputs: Any, event: Any = None) -> Work:
+    engine = session.engine()
+    try:
+        nccl.check_device(inputs[0].address)
+    except ArgumentError as error:
+        call.refuse(engine, error)
+        raise
+    return call.submit(engine, inputs, outputs, None, True, nccl.DEVICE, event)
+
+
+@functools.lru_cache(maxsize=256)
+def _compiled(packing: _Packing) -> tuple[Any, Any]:
+    # The copies belong to the exchange, which writes to them. Without a copy, JAX may return an argument.
+    def pack(*arrays: Any) -> list[Any]:
+        return [jnp.copy(flat) for flat in packing.pack(*arrays)]
+
+    return jax.jit(pack), jax.jit(packing.unpack)
+
+
+def eager(call: Call, arrays: Sequence[Any], shapes: Shapes) -> list[Any]:
+    """Exchange arrays in a collective that keeps their ``shapes``. Waits on the host."""
+    engine, packing = session.engine(), _packing(call, arrays, shapes)
+    unnamed = Call(call.kind, None, call.operation, call.prescale, call.postscale)
+    pack, unpack = _compiled(replace(packing, call=unnamed))
+    flats = jax.block_until_ready(pack(*arrays))
+    addresses = [flat.unsafe_buffer_pointer() for flat in flats]
+    buffers = nccl.buffers_at(addresses, packing.shapes, packing.dtypes, owner=flats)
+    results = _submit(call, buffers, buffers).wait()
+    while not results.event.is_done and engine.end.broken is None:
+        time.sleep(5e-5)
+    if engine.end.broken is not None:
+        raise engine.end.error()
+    call.completed()
+    return list(unpack(*flats))
 
 
 def _start(
@@ -223,9 +258,7 @@ def _start(
     def submit() -> None:
         call = Call.from_text(attributes["what"])
         sources, targets = _buffers(attributes["shapes"], inputs[1:], outputs[1:])
-        event = nccl.ready(stream())
-        work = call.submit(session.engine(), sources, targets, None, True, nccl.DEVICE, event)
-        _started[outputs[1]] = call, work
+        _started[outputs[1]] = call, _submit(call, sources, targets, nccl.ready(stream()))
 
     reporting(submit)
 
@@ -234,9 +267,17 @@ def _finish(_: dict[str, str], inputs: Addresses, __: Addresses, stream: Callabl
     """Wait until an exchange is enqueued, and let XLA's stream wait for the results."""
 
     def wait() -> None:
-        call, work = _started.pop(inputs[0])
+        call, work = _started.pop(inputs[1])
+        interrupt: KeyboardInterrupt | None = None
+        while not work.complete:
+            try:
+                work.wait()
+            except KeyboardInterrupt as error:  # After an error, XLA would free the memory of the exchange.
+                interrupt = error
         nccl.wait(stream(), work.wait())
         call.completed()
+        if interrupt is not None:
+            raise interrupt
 
     reporting(wait)
 
@@ -244,9 +285,7 @@ def _finish(_: dict[str, str], inputs: Addresses, __: Addresses, stream: Callabl
 def _at_init() -> None:
     engine = session.engine()
     _started.clear()
-    engine.context.make_device[nccl.DEVICE] = lambda exchange, _: nccl.make_exchange(
-        exchange, engine.local_rank
-    )
+    engine.context.make_device[nccl.DEVICE] = functools.partial(nccl.make_exchange, engine.local_rank)
 
 
 session.at_init(_at_init)

@@ -25,12 +25,11 @@ from jax.extend import core
 from jax.interpreters import mlir
 
 from ringdance.core.recorder import Profiler
-from ringdance.core.request import Collective
 from ringdance.errors import ArgumentError, CollectiveError
 from ringdance.jax import _private, device, ffi
 from ringdance.jax._private import EFFECT
 from ringdance.jax.memory import array_of, from_array
-from ringdance.jax.programs import by_address, failed, reporting, settle, start_quickly
+from ringdance.jax.programs import by_address, reporting, settle, start_quickly
 from ringdance.training import session
 from ringdance.training.collectives import Call
 from ringdance.training.gradients import weights
@@ -119,42 +118,13 @@ def in_program(values: Sequence[Any]) -> bool:
 
 
 def eager(what: JaxCall, values: Sequence[Any], shapes: Shapes) -> list[Any]:
-    """Run an exchange immediately, in order: a call through the host waits for running programs first."""
-    if what.call.kind in _FIXED and _on_device(values):
-        dtypes = [value.dtype for value in values]
-        if device.supported(what.call, [value.shape for value in values], dtypes):
-            return _as_program(what, shapes, values)
+    """Run an exchange immediately, after waiting for running programs so that the calls stay in order."""
     settle()
+    if what.call.keeps_shapes and device.on_device(values) and device.supported(what.call, values):
+        return device.eager(what.call, values, shapes)
     results = run(what, tuple([array_of(value) for value in values]))
     devices = [*values, *[None] * (len(results) - len(values))][: len(results)]
     return [from_array(result, like) for result, like in zip(results, devices, strict=True)]
-
-
-# Collectives whose results have the same shapes within and outside of programs.
-_FIXED = (Collective.ALLREDUCE, Collective.BROADCAST, Collective.REDUCESCATTER)
-
-
-def _on_device(values: Sequence[Any]) -> bool:
-    """Return True if all values are arrays on one device whose memory NCCL can access."""
-    if not all(isinstance(value, jax.Array) for value in values):
-        return False
-    devices = {one for value in values for one in value.devices()}
-    return len(devices) == 1 and device.accesses(devices.pop())
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _program(what: JaxCall, shapes: Shapes, *values: Any) -> Any:
-    return compiled(what, values, shapes, [value.dtype for value in values])
-
-
-def _as_program(what: JaxCall, shapes: Shapes, values: Sequence[Any]) -> list[Any]:
-    """Run an exchange as a compiled program, so that its arrays stay on the GPU."""
-    failed.clear()
-    try:
-        return list(jax.block_until_ready(_program(what, shapes, *values)))
-    except jax.errors.JaxRuntimeError as error:
-        _private.drop_tokens()
-        raise (failed.pop() if failed else error) from None
 
 
 # In JAX 0.7, emit_python_callback does not have the argument returns_token and always returns the token.
@@ -230,9 +200,7 @@ def _by_callback(ctx: Any, *operands: Any, what: JaxCall, shapes: Shapes, **_: A
 
 def _by_nccl(ctx: Any, *operands: Any, what: JaxCall, shapes: Shapes, **rest: Any) -> Any:
     """Lower to an exchange with NCCL if possible."""
-    avals = ctx.avals_in
-    kinds = [aval.shape for aval in avals], [aval.dtype for aval in avals]
-    if _devices(ctx) > 1 or what.splits is not None or not device.supported(what.call, *kinds):
+    if _devices(ctx) > 1 or what.splits is not None or not device.supported(what.call, ctx.avals_in):
         return _by_callback(ctx, *operands, what=what, shapes=shapes, **rest)
     return device.lower(ctx, *operands, call=what.call, shapes=shapes)
 

@@ -43,15 +43,11 @@ def by_address() -> bool:
     return has_token and session.engine().settings.jax_ffi != "off" and ffi.available()
 
 
-failed: list[Exception] = []  # The last error of an exchange in a program.
-
-
 def reporting(function: Callable[[], Any]) -> Any:
     """Call a function for a program. Reports its error, because JAX raises it only when a result is read."""
     try:
         result = function()
     except Exception as error:
-        failed[:] = [error]
         if isinstance(error, CollectiveError):
             remember(error)
         if not isinstance(error, (NotInitializedError, ShutDownError)):  # Both mean that the script ended.

@@ -100,6 +100,7 @@ class Settings:
     jax_ffi: str = _setting(
         "auto", choice("auto", "off"),
         "Exchange the buffers of compiled JAX programs without copies. auto: if possible. off: never.",
+        common=True,
     )
 
     # Memory and exchange

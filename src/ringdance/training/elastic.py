@@ -79,6 +79,8 @@ class State:
 
     def commit(self) -> None:
         """Save the state. All ranks must call this at the same point."""
+        if session.is_initialized() and session.engine().end.lost_results:
+            raise session.engine().end.error()
         self.save()
         self._saves += 1
 

@@ -82,9 +82,13 @@ class Process:
 
     def _note_failure(self) -> None:
         """Report (once) this rank's failure: an error that was never raised, or a nonzero exit code."""
+        text = "this happened in a compiled program, whose results were never read."
+        if (engine := self.engine) is not None and engine.end.lost_results and engine.end.broken is not None:
+            self.unseen = engine, engine.end.broken
+            text = "this happened after the script had received results, which are therefore wrong."
         if self.unseen is not None and self.pid == os.getpid() and not self.failed:
             self.engine, error = self.unseen
-            error.add_note("ringdance: this happened in a compiled program, whose results were never read.")
+            error.add_note(f"ringdance: {text}")
             sys.excepthook(type(error), error.with_traceback(None), None)
         code = 0 if self.failed or self.pid != os.getpid() else exit_code.exit_code()
         if code:

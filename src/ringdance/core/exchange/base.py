@@ -206,5 +206,8 @@ class DeviceExchange(Protocol):
     def check(self) -> None:
         """Raise an error if the communicator has detected one since the last call."""
 
+    def in_flight(self) -> bool:
+        """Return True if an exchange has been enqueued, so that its request is done, but is not complete."""
+
     def close(self, agreed: bool) -> None:
         """Free everything. Unless ``agreed``, abort operations in progress without waiting for them."""

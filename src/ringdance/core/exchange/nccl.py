@@ -1,7 +1,7 @@
 """Exchange GPU memory with NCCL, for frameworks that provide addresses instead of tensors.
 
 The ranks agree on requests as usual. The tensors of a request are described by ``DeviceBuffer`` objects.
-Consecutive tensors with the same dtype must be adjacent in memory, so that NCCL needs only one call for them.
+The tensors of a request with the same dtype must be adjacent in memory, so that NCCL needs only one call.
 All members' tensors must have the same shapes, in all collectives. Unlike other exchanges, this exchange
 ignores ``prescale`` and ``postscale``: the framework's program applies them when it packs the tensors.
 
@@ -20,10 +20,11 @@ import math
 import os
 import socket
 import threading
+import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -35,10 +36,11 @@ from ringdance.core.transport.nccl import TYPES, Nccl
 from ringdance.errors import ArgumentError, RankLostError, ShutDownError
 
 DEVICE = "gpu"  # ``Description.device`` of requests for this exchange.
-_REDUCTIONS = (Collective.ALLREDUCE, Collective.REDUCESCATTER)
+REDUCTIONS = (Collective.ALLREDUCE, Collective.REDUCESCATTER)
 
 nccl = Nccl()
-_last_device: list[int] = []  # GPU of the last request that this rank submitted.
+_device: list[int] = []  # GPU of the requests that this rank has submitted, if there are any.
+_TIMEOUT_S = 600.0  # for an exchange that all ranks have enqueued
 
 
 def exchanges(kind: Collective, operation: ReduceOp, scales: tuple[float, float], dtype: str) -> bool:
@@ -46,7 +48,7 @@ def exchanges(kind: Collective, operation: ReduceOp, scales: tuple[float, float]
 
     NCCL does not average integers exactly, and may drop NaN in Min and Max.
     """
-    if kind not in _REDUCTIONS:
+    if kind not in REDUCTIONS:
         return True
     if dtype.startswith(("float", "bfloat")):
         return operation in (ReduceOp.SUM, ReduceOp.AVERAGE)
@@ -55,12 +57,13 @@ def exchanges(kind: Collective, operation: ReduceOp, scales: tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class DeviceBuffer:
-    """A tensor in the memory of a GPU. The framework keeps the memory alive."""
+    """A tensor in the memory of a GPU, which ``owner`` or the framework's program keeps alive."""
 
     address: int
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     nbytes: int
+    owner: Any = None
 
     @property
     def ndim(self) -> int:
@@ -69,28 +72,38 @@ class DeviceBuffer:
 
 
 def buffers_at(
-    addresses: Sequence[int], shapes: Sequence[tuple[int, ...]], dtypes: Sequence[np.dtype[Any]]
+    addresses: Sequence[int], shapes: Sequence[tuple[int, ...]], dtypes: Sequence[np.dtype[Any]],
+    owner: Any = None,
 ) -> tuple[DeviceBuffer, ...]:
-    """Return tensors that are adjacent in memory.
+    """Return tensors of which those with the same dtype are adjacent in memory.
 
     Args:
-        addresses: Start of each run of tensors with the same dtype.
+        addresses: Start of the tensors of each dtype, in the order in which the dtypes first occur.
         shapes: Shape of each tensor.
         dtypes: Dtype of each tensor.
+        owner: Keeps the memory alive.
     """
-    buffers, starts = [], iter(addresses)
-    for dtype, run in groupby(zip(dtypes, shapes, strict=True), lambda pair: pair[0]):
-        address = next(starts)
-        for _, shape in run:
-            nbytes = math.prod(shape) * dtype.itemsize
-            buffers.append(DeviceBuffer(address, shape, dtype, nbytes))
-            address += nbytes
+    buffers, free = [], dict(zip(dict.fromkeys(dtypes), addresses, strict=True))
+    for dtype, shape in zip(dtypes, shapes, strict=True):
+        nbytes = math.prod(shape) * dtype.itemsize
+        buffers.append(DeviceBuffer(free[dtype], shape, dtype, nbytes, owner))
+        free[dtype] += nbytes
     return tuple(buffers)
 
 
+def check_device(address: int) -> None:
+    """Note this rank's GPU. Raises ArgumentError if it has already exchanged tensors on another GPU."""
+    device = nccl.device_of(address)
+    if _device and device != _device[0]:
+        raise ArgumentError(
+            f"This rank has exchanged tensors on GPU {_device[0]}, and cannot use GPU {device} as well. Use "
+            "one GPU per rank."
+        )
+    _device[:] = [device]
+
+
 def ready(stream: int) -> Any:
-    """Note the current GPU. Returns an event that occurs once the framework has computed the tensors."""
-    _last_device[:] = [nccl.current_device()]
+    """Return an event that occurs once the framework has computed what its stream computes now."""
     return nccl.stream_at(stream).record()
 
 
@@ -113,7 +126,8 @@ class NcclExchange:
         nccl.use(device)
         self._stream = nccl.new_stream()
         self._communicator: Any = nccl.connect(unique_id, exchange.size, exchange.rank)
-        self._in_flight: deque[tuple[Any, str]] = deque()  # Events and the names of their requests.
+        # The event after each batch, its requests (which keep memory alive), and when it was enqueued.
+        self._in_flight: deque[tuple[Any, Sequence[Request], float]] = deque()
         self._memory: Any = None  # Used if this rank has joined: the first half is zero.
 
     def execute(self, pairs: Sequence[tuple[Description, Request | None]], members: Sequence[int]) -> Steps:
@@ -122,10 +136,9 @@ class NcclExchange:
             raise ShutDownError("The communicator for these tensors is closed, so they cannot be exchanged.")
         yield from ()
         nccl.use(self._device)
-        names = ", ".join(str(request.name) for _, request in pairs if request is not None)
-        for _, request in pairs:
-            if request is not None:
-                self._stream.wait(request.ready)
+        requests = [request for _, request in pairs if request is not None]
+        for event in [request.ready for request in requests if request.ready is not None]:
+            self._stream.wait(event)
         runs = [(d, request, *run) for d, request in pairs for run in _runs(d)]
         self._allocate(max([nbytes for _, request, *_, nbytes in runs if request is None], default=0))
         try:
@@ -133,9 +146,9 @@ class NcclExchange:
                 for d, request, index, dtype, nbytes in runs:
                     self._enqueue(d, members, dtype, nbytes, *self._addresses(request, index))
         except Exception as error:
-            raise self._failed(names, str(error)) from error
+            raise self._failed(requests, str(error)) from error
         event = self._stream.record()
-        self._in_flight.append((event, names))
+        self._in_flight.append((event, requests, time.monotonic()))
         self._exchange.context.achieved += 1
         return [_results(request, event) for _, request in pairs]
 
@@ -178,20 +191,26 @@ class NcclExchange:
         """Raise RankLostError if NCCL has failed."""
         if self._communicator is None:
             return
-        if failure := nccl.failure_of(self._communicator):
-            names = self._in_flight[0][1] if self._in_flight else "an exchange"
-            raise self._failed(names, failure)
+        failure = nccl.failure_of(self._communicator)
         while self._in_flight and self._in_flight[0][0].is_done:
             self._in_flight.popleft()
+        if not failure and self._in_flight and time.monotonic() - self._in_flight[0][2] > _TIMEOUT_S:
+            failure = f"the exchange has not completed within {_TIMEOUT_S:g} s"
+        if failure:
+            raise self._failed(self._in_flight[0][1] if self._in_flight else [], failure)
 
-    def _failed(self, names: str, failure: str) -> RankLostError:
+    def _failed(self, requests: Sequence[Request], failure: str) -> RankLostError:
+        names = ", ".join([one.name or one.description.kind.name.lower() for one in requests])
         where = f"rank {self._exchange.rank} (host {socket.gethostname()}, GPU {self._device})"
         return RankLostError(nccl_failure("NCCL", where, names, failure))
+
+    def in_flight(self) -> bool:
+        """Return True if an exchange has been enqueued, but is not complete."""
+        return any([incomplete(partial(getattr, event, "is_done")) for event, *_ in self._in_flight])
 
     def close(self, agreed: bool) -> None:
         """Free the communicator. Unless ``agreed``, abort it in a thread, because this can take a while."""
         communicator, self._communicator = self._communicator, None
-        self._in_flight.clear()
         if communicator is None:
             return
         if agreed:
@@ -199,18 +218,23 @@ class NcclExchange:
             self._stream.sync()
             nccl.destroy(communicator)
         else:
-            threading.Thread(
-                target=nccl.abort, args=(communicator,), name="ringdance abort", daemon=True
-            ).start()
+            abort = threading.Thread(target=nccl.abort, args=(communicator,), daemon=True)
+            abort.start()
 
 
 def _runs(d: Description) -> Iterator[tuple[int, str, int]]:
-    """Yield the first index, the dtype and the size in bytes of each run of tensors with the same dtype."""
-    index = 0
-    for dtype, run in groupby(zip(d.dtypes, d.shapes, strict=True), lambda pair: pair[0]):
-        shapes = [shape for _, shape in run]
-        yield index, dtype, sum(map(math.prod, shapes)) * dtype_named(dtype).itemsize
-        index += len(shapes)
+    """Yield the index of the first tensor of each dtype, the dtype, and its tensors' size in bytes."""
+    for dtype in dict.fromkeys(d.dtypes):
+        shapes = [shape for shape, other in zip(d.shapes, d.dtypes, strict=True) if other == dtype]
+        yield d.dtypes.index(dtype), dtype, sum(map(math.prod, shapes)) * dtype_named(dtype).itemsize
+
+
+def incomplete(occurred: Callable[[], bool]) -> bool:
+    """Return True if an event has not occurred, or cannot occur because the device has failed."""
+    try:
+        return not occurred()
+    except Exception:
+        return True
 
 
 def _results(request: Request | None, event: Any) -> DeviceResults:
@@ -222,16 +246,16 @@ def _results(request: Request | None, event: Any) -> DeviceResults:
 def nccl_failure(library: str, where: str, names: str, failure: str) -> str:
     """Return the message for an error that NCCL has detected."""
     return (
-        f"{library} failed on {where} during '{names}' or a later exchange: {failure}. Look for "
-        "the first rank that exited and for Xid errors in the kernel log (dmesg), and run again with "
+        f"{library} failed on {where} during '{names or 'an exchange'}' or a later exchange: {failure}. Look "
+        "for the first rank that exited and for Xid errors in the kernel log (dmesg), and run again with "
         "NCCL_DEBUG=WARN to see NCCL's own message."
     )
 
 
-def make_exchange(exchange: Exchange, local_rank: int) -> Steps:
-    """Create the ``NcclExchange`` of a process set."""
+def make_exchange(local_rank: int, exchange: Exchange, kind: str) -> Steps:
+    """Create the ``NcclExchange`` of a process set. ``kind`` is always ``DEVICE``."""
     assert exchange.context.on_thread is not None
-    device = _last_device[0] if _last_device else local_rank % nccl.device_count()
+    device = _device[0] if _device else local_rank % nccl.device_count()
     yield from check_devices(exchange, nccl.use(device), "Give each rank its own GPU")
     own = nccl.unique_id() if exchange.rank == 0 else b""
     unique_id = yield from exchange.broadcast_bytes(own, 0)

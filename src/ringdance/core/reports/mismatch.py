@@ -48,7 +48,8 @@ _ADVICE = {
     "gradients": "Compute gradients of the same variables on all ranks, with zeros for a variable that the "
     "loss does not use. A table's gradient must consist of rows on all ranks, or on no rank "
     "(sparse_as_dense=True).",
-    "devices": "Keep the tensor on the same kind of device, and use the same settings, on all ranks.",
+    "devices": "Keep the tensor on the same kind of device, and use the same settings and packages, on all "
+    "ranks.",
     "element types": "Cast to one dtype on all ranks before the call.",
     "operations": "Call the same operation on all ranks under one name, and others under another name.",
     "shapes": "Give the tensor the same shape on all ranks, or use allgather for unequal lengths.",

@@ -8,10 +8,12 @@ Calls that take a stream return once the work is enqueued.
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+_OLDEST = 22300  # The first version with ncclCommInitRankScalable.
 # The dtypes that NCCL can add, with its names for them.
 TYPES = {
     "int8": "Int8", "uint8": "Uint8", "int32": "Int32", "uint32": "Uint32", "int64": "Int64",
@@ -20,8 +22,25 @@ TYPES = {
 }  # fmt: skip
 
 
+@contextmanager
+def environment(**values: str) -> Iterator[None]:
+    """Within the block, set environment variables that the user has not set.
+
+    They are unset again afterwards, because the user's own process groups would also read them.
+    """
+    missing = [name for name in values if name not in os.environ]
+    os.environ.update({name: values[name] for name in missing})
+    try:
+        yield
+    finally:
+        for name in missing:
+            os.environ.pop(name, None)
+
+
 class Nccl:
     """The calls that ``NcclExchange`` uses. They refer to the calling thread's current GPU."""
+
+    problem = ""  # Why ``version`` is 0.
 
     @functools.cached_property
     def _calls(self) -> Any:
@@ -37,11 +56,15 @@ class Nccl:
 
     @functools.cached_property
     def version(self) -> int:
-        """The version of NCCL, such as 23007 for 2.30.7. 0 if NCCL, a GPU or a package is missing."""
+        """The version of NCCL, such as 23007 for 2.30.7. 0 if it cannot be used: see ``problem``."""
         try:
-            return int(self._calls.get_version()) if self.device_count() else 0
-        except Exception:  # These calls load libraries, which can raise many kinds of exceptions.
-            return 0
+            version = int(self._calls.get_version())
+            self.problem = "" if self.device_count() else "there is no GPU"
+        except Exception as error:  # These calls load libraries, which can raise many kinds of exceptions.
+            version, self.problem = 0, f"{type(error).__name__}: {error}"
+        if version and version < _OLDEST:
+            self.problem = f"NCCL {version} is older than {_OLDEST}"
+        return 0 if self.problem else version
 
     # Devices, streams and memory.
 
@@ -49,9 +72,12 @@ class Nccl:
         """Return the number of GPUs that this process can use."""
         return len(self._cuda.Device.get_all_devices())
 
-    def current_device(self) -> int:
-        """Return the index of the calling thread's current GPU."""
-        return int(self._cuda.Device().device_id)
+    def device_of(self, address: int) -> int:
+        """Return the index of the GPU that holds an address."""
+        from cuda.bindings import driver
+
+        ordinal = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
+        return int(driver.cuPointerGetAttribute(ordinal, address)[1])
 
     def use(self, device: int) -> str:
         """Make a GPU the calling thread's current GPU. Returns its UUID."""
@@ -81,7 +107,8 @@ class Nccl:
 
     def connect(self, unique_id: bytes, size: int, rank: int) -> Any:
         """Create a communicator. Blocks until all members have called this."""
-        return self._calls.comm_init_rank_scalable(size, rank, 1, bytearray(unique_id), 0)
+        with environment(NCCL_RUNTIME_CONNECT="0"):  # A launch must not wait for other ranks.
+            return self._calls.comm_init_rank_scalable(size, rank, 1, bytearray(unique_id), 0)
 
     def failure_of(self, communicator: Any) -> str:
         """Return the error that NCCL has detected, or an empty string if there is none."""

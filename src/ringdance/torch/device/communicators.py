@@ -6,7 +6,7 @@ import contextlib
 import os
 import secrets
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import psutil
 import torch
 import torch.distributed
 
+from ringdance.core.transport.nccl import environment
 from ringdance.errors import RankLostError
 from ringdance.training import session
 
@@ -58,26 +59,11 @@ def group_of(store: Any, rank: int, size: int, device: torch.device, timeout: ti
     # waits for the peers. But a rank launches a bucket before it knows whether its peers will launch it too.
     # See Note [Direct buckets].
     # On errors, only abort the communicator. By default, torch also terminates the process.
-    with _environment(NCCL_RUNTIME_CONNECT="0", TORCH_NCCL_ASYNC_ERROR_HANDLING="2"):
+    with environment(NCCL_RUNTIME_CONNECT="0", TORCH_NCCL_ASYNC_ERROR_HANDLING="2"):
         group = dist.ProcessGroupNCCL(store, rank, size, options)
         with torch.cuda.device(device):
             group.eager_connect_single_device(device)
     return group
-
-
-@contextlib.contextmanager
-def _environment(**values: str) -> Iterator[None]:
-    """Within the block, set environment variables that the user has not set.
-
-    They are unset again afterwards, because the user's own process groups would also read them.
-    """
-    missing = [name for name in values if name not in os.environ]
-    os.environ.update({name: values[name] for name in missing})
-    try:
-        yield
-    finally:
-        for name in missing:
-            os.environ.pop(name, None)
 
 
 def failure_of(group: Any) -> str:
