@@ -124,10 +124,14 @@ def all_jobs() -> list[Job]:
         Job("ranks", f"torch-gloo-{size}", by_gloo, size, only_slow=True, needs=("torch",),
             environ={"RINGDANCE_CPU_OPERATIONS": "gloo"}) for size in (2, 3)
     ]  # fmt: skip
+    jobs += [
+        Job("ranks", "keras-jax-nccl-2", ("ranks/keras", "ranks/jax_devices"), 2, only_slow=True, options=keras,
+            environ={"KERAS_BACKEND": "jax", "TEST_NCCL": "double"}, needs=("keras", "jax"), fast_environ=xla)
+    ]  # fmt: skip
     vision = {"only_slow": True, "whole": True, "venv": ".venv-torchvision"}
     jobs += [Job("ranks", "torchvision-2", ("ranks/torchvision",), 2, **vision)]
     by_nccl = tuple(f"ranks/test_jax_{name}.py" for name in (
-        "collectives", "flax", "nccl", "order", "random", "training", "transforms",
+        "collectives", "nccl", "order", "flax", "random", "training", "transforms",
     ))  # fmt: skip
     for size in (2, 3):
         later = size == 3
@@ -137,8 +141,8 @@ def all_jobs() -> list[Job]:
             Job("ranks", f"keras-jax-{size}", ("ranks/keras",), size, only_slow=later, options=keras,
                 environ={"KERAS_BACKEND": "jax"}, needs=("keras", "jax"), fast_environ=xla),
             # The path of a GPU, on host memory.
-            Job("ranks", f"jax-nccl-{size}", by_nccl, size, only_slow=later, environ={"TEST_NCCL": "double"},
-                **jax),
+            Job("ranks", f"jax-nccl-{size}", by_nccl if later else by_nccl[:3], size, only_slow=later,
+                environ={"TEST_NCCL": "double"}, **jax),
         ]  # fmt: skip
         jobs += [
             # With Horovod's TensorFlow contract, because importing TensorFlow takes seconds per rank.

@@ -283,6 +283,8 @@ def test_workers_of_a_host_read_different_rows() -> None:
         assert Input.parse(text) == expected
     with pytest.raises(ArgumentError, match="colour"):
         Input.parse(f"{S3},colour=red")
+    with pytest.raises(ArgumentError, match="must be a non-negative integer"):
+        Input.parse(f"{S3},shuffle_seed=two")
 
 
 def test_parameter_servers_are_answered() -> None:

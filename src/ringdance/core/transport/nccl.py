@@ -59,7 +59,7 @@ class Nccl:
         """The version of NCCL, such as 23007 for 2.30.7. 0 if it cannot be used: see ``problem``."""
         try:
             version = int(self._calls.get_version())
-            self.problem = "" if self.device_count() else "there is no GPU"
+            self.problem = "" if self.device_count() else "no GPU was found"
         except Exception as error:  # These calls load libraries, which can raise many kinds of exceptions.
             version, self.problem = 0, f"{type(error).__name__}: {error}"
         if version and version < _OLDEST:

@@ -234,9 +234,9 @@ def _mca(line: MpirunLine, option: str, name: str, value: str) -> list[str]:
     if name in ("btl_tcp_if_include", "oob_tcp_if_include") and "/" not in value:
         line.options += ["--network-interface", value] if value not in line.options else []
     elif name in ("plm_rsh_args", "plm_ssh_args"):
-        line.ssh += shlex.split(value)
+        line.ssh += _words(option, name, value)
     elif name in ("plm_rsh_agent", "plm_ssh_agent"):
-        program, *arguments = shlex.split(value.partition(":")[0]) or [""]
+        program, *arguments = _words(option, name, value.partition(":")[0]) or [""]
         if os.path.basename(program) not in ("ssh", "rsh"):
             raise LaunchError(f"{option} {name} {value}: ssh is the only supported remote shell")
         line.ssh += arguments
@@ -245,6 +245,13 @@ def _mca(line: MpirunLine, option: str, name: str, value: str) -> list[str]:
     else:
         line.mpi += ["--mca", name, value]
     return []
+
+
+def _words(option: str, name: str, value: str) -> list[str]:
+    try:
+        return shlex.split(value)
+    except ValueError as error:
+        raise LaunchError(f"{option} {name} {value}: not a valid list of shell words ({error})") from None
 
 
 def _map_by(line: MpirunLine, name: str, value: str) -> None:

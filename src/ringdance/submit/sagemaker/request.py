@@ -57,7 +57,7 @@ class Input:
         """Parse "URI,NAME=VALUE,...". Each name is an attribute of this class.
 
         Raises:
-            ArgumentError: A name is unknown.
+            ArgumentError: A name is unknown, or the seed is not an integer.
         """
         names = [item.name for item in fields(cls)][1:]
         uri, *words = re.split(r",(?=\w+=)", text)
@@ -65,6 +65,8 @@ class Input:
         if unknown := set(options) - set(names):
             known = f"The options are {', '.join(names)}"
             raise ArgumentError(f"--input {text}: unknown option {', '.join(sorted(unknown))}. {known}")
+        if not re.fullmatch(r"\d+", options.get("shuffle_seed", "0")):
+            raise ArgumentError(f"--input {text}: shuffle_seed must be a non-negative integer")
         if "shuffle_seed" in options:
             options["shuffle_seed"] = int(options["shuffle_seed"])
         return cls(uri, **options)

@@ -135,6 +135,8 @@ def test_a_variable_written_as_an_option() -> None:
         ("--stdin all", "--stdin all: not supported; only rank 0 reads stdin"),
         ("--app file", "unknown option --app"),
         ("-mca plm_rsh_agent /etc/mpi/kubexec.sh", "only supported remote shell"),
+        ("-mca plm_rsh_args 'x", "not a valid list of shell words"),
+        ("-mca plm_rsh_agent 'ssh", "not a valid list of shell words"),
         ("-np 1 a : -np 1 b", "several programs"),
     ],
 )
