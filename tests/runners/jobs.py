@@ -125,7 +125,7 @@ def all_jobs() -> list[Job]:
             environ={"RINGDANCE_CPU_OPERATIONS": "gloo"}) for size in (2, 3)
     ]  # fmt: skip
     jobs += [
-        Job("ranks", "keras-jax-nccl-2", ("ranks/keras", "ranks/jax_devices"), 2, only_slow=True, options=keras,
+        Job("ranks", "keras-jax-nccl-2", ("ranks/keras",), 2, only_slow=True, options=keras,
             environ={"KERAS_BACKEND": "jax", "TEST_NCCL": "double"}, needs=("keras", "jax"), fast_environ=xla)
     ]  # fmt: skip
     vision = {"only_slow": True, "whole": True, "venv": ".venv-torchvision"}
