@@ -39,13 +39,21 @@ import nccl_double
 double = nccl_double.install()
 import jax, jax.numpy as jnp
 import ringdance.jax as hvd
+from ringdance.training import elastic
 
 hvd.init()
 nccl_double.Communicator.run = lambda self, calls: self.aborted.wait()
+nccl_double.FrameworkStream.wait = lambda self, event: None  # as on a GPU, the host does not wait
 begun = time.monotonic()
 double.failure_of = lambda communicator: "RemoteError" if time.monotonic() > begun + 1 else ""
 total = lambda x: hvd.allreduce(x, op=hvd.Sum)
-print("result", CALL(jnp.ones(2)), flush=True)
+state = elastic.ObjectState(x=None)
+result = CALL(jnp.ones(2))
+print("result", result, flush=True)
+if COMMITS:
+    state.x = result
+    state.commit()
+    print("committed", flush=True)
 """
 
 
@@ -82,16 +90,19 @@ def test_an_error_of_nccl_ends_the_job_with_its_name(tmp_path: Path) -> None:
     assert "RemoteError" in shown
 
 
-def test_results_that_were_lost_end_the_job_with_an_error(tmp_path: Path) -> None:
-    code, shown = start(tmp_path, LOST.replace("CALL", "jax.jit(total)"))
-    assert "result" in shown  # JAX cannot raise the error
+@pytest.mark.parametrize("commits", [False, True])
+def test_results_that_were_lost_end_the_job_with_an_error(tmp_path: Path, commits: bool) -> None:
+    program = LOST.replace("CALL", "jax.jit(total)").replace("COMMITS", str(commits))
+    code, shown = start(tmp_path, program)
+    assert "result [" in shown  # JAX cannot raise the error
     assert code == 1, shown
     assert "NCCL failed on rank" in shown
-    assert "results, which are therefore wrong" in shown
+    assert ("results, which are therefore wrong" in shown) is not commits
+    assert "committed" not in shown.replace('print("committed"', "")
 
 
 def test_an_eager_call_raises_the_error(tmp_path: Path) -> None:
-    code, shown = start(tmp_path, LOST.replace("CALL", "total"))
+    code, shown = start(tmp_path, LOST.replace("CALL", "total").replace("COMMITS", "False"))
     assert "result [" not in shown
     assert code == 1, shown
     assert "NCCL failed on rank" in shown

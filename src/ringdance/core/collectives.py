@@ -16,7 +16,7 @@ from ringdance.core.exchange.arithmetic import Reduction, dtype_named, neutral_e
 from ringdance.core.exchange.base import as_bytes
 from ringdance.core.exchange.chunks import even_rows
 from ringdance.core.request import Collective, Description, ReduceOp, Request, Work
-from ringdance.errors import EngineError, MismatchError
+from ringdance.errors import ArgumentError, EngineError, MismatchError
 
 Array = np.ndarray[Any, Any]
 
@@ -63,7 +63,10 @@ def execute(exchange: Exchange, members: Sequence[int], batch: Sequence[AgreedRe
         return [_zero_dim_error(item.name, item.description) for item in batch]
     if d.device:
         if d.device not in exchange.devices:
-            made = yield from exchange.context.make_device[d.device](exchange, d.device)
+            try:
+                made = yield from exchange.context.make_device[d.device](exchange, d.device)
+            except ArgumentError as error:  # on all members
+                return [error] * len(batch)
             exchange.devices = {**exchange.devices, d.device: made}  # a copy: another thread may read it
         pairs = [(item.description, None if item.work is None else item.work.request) for item in batch]
         return (yield from exchange.devices[d.device].execute(pairs, members))

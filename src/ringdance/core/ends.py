@@ -165,10 +165,11 @@ class EngineEnd:
         """
         if self.closed:
             return
-        self.broken, self.closed, self.failed_here = error, True, notify
-        self.departed = self.departed or departed
         states = self.sets.states()
         pending = [work.name for state in states for work in state.pending.in_flight()]
+        self.lost_results = not pending and self.sets.devices_in_flight()  # before other threads see the end
+        self.broken, self.closed, self.failed_here = error, True, notify
+        self.departed = self.departed or departed
         message = str(error)
         if notify:
             kind = type(error).__name__
@@ -179,11 +180,9 @@ class EngineEnd:
         path = self.recorder.dump(self._identity, message, pending, named)
         if path and error.args:
             error.args = (f"{error.args[0]} (Last batches: {path})", *error.args[1:])
-        devices = [device for state in states for device in state.exchange.devices.values()]
-        self.lost_results = any([device.in_flight() for device in devices])
-        for device in devices:
-            device.close(False)
         for state in states:
+            for device in state.exchange.devices.values():
+                device.close(False)
             self.sets.fail_pending(state, error)
         self.stop_work.finish(error=None)
 

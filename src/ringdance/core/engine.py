@@ -252,6 +252,11 @@ class Engine:
                 raise self.end.error()
         return set_id
 
+    def await_devices(self) -> None:
+        """Wait until all exchanges enqueued on devices are complete, or the engine has failed."""
+        while self.end.broken is None and self.sets.devices_in_flight():
+            time.sleep(1e-3)
+
     def group_numbers(self) -> list[int]:
         """Return the numbers of the sets that this rank has made with ``add_group``."""
         return [set_id - FIRST_GROUP for set_id in self.sets.ranks() if set_id >= FIRST_GROUP]

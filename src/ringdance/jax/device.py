@@ -31,7 +31,6 @@ from jax.interpreters import mlir
 
 from ringdance.core.exchange import nccl
 from ringdance.core.request import Collective, Work
-from ringdance.errors import ArgumentError
 from ringdance.jax import _private, ffi
 from ringdance.jax._private import EFFECT
 from ringdance.jax.programs import by_address, reporting
@@ -55,7 +54,8 @@ _started: dict[int, tuple[Call, Work]] = {}
 def _has_nccl() -> bool:
     """Return True if NCCL can be used. Registers the handlers on the first call."""
     if not nccl.nccl.version:
-        _log.warning(
+        log = _log.warning if session.engine().local_rank == 0 else _log.debug
+        log(
             "JAX arrays on GPUs are exchanged through host memory, because NCCL cannot be used (%s). To use "
             "NCCL, install the extra gpu.", nccl.nccl.problem,
         )  # fmt: skip
@@ -82,7 +82,7 @@ def on_device(values: Sequence[Any]) -> bool:
 
 
 def supported(call: Call, arrays: Sequence[Any]) -> bool:
-    """Return True if NCCL exchanges such arrays on a GPU. Equal on all ranks that make the same call."""
+    """Return True if NCCL exchanges such arrays on a GPU. Equal on all ranks, if all or none have NCCL."""
     engine = session.engine()
     if call.tables or call.weights or engine.settings.gpu_operations == "mpi":
         return False
@@ -218,7 +218,7 @@ def _submit(call: Call, inputs: Any, outputs: Any, event: Any = None) -> Work:
     engine = session.engine()
     try:
         nccl.check_device(inputs[0].address)
-    except ArgumentError as error:
+    except Exception as error:
         call.refuse(engine, error)
         raise
     return call.submit(engine, inputs, outputs, None, True, nccl.DEVICE, event)
@@ -285,7 +285,10 @@ def _finish(_: dict[str, str], inputs: Addresses, __: Addresses, stream: Callabl
 def _at_init() -> None:
     engine = session.engine()
     _started.clear()
-    engine.context.make_device[nccl.DEVICE] = functools.partial(nccl.make_exchange, engine.local_rank)
+    nccl.forget_device()
+    advice = 'Call jax.config.update("jax_cuda_visible_devices", str(hvd.local_rank())) after hvd.init()'
+    make = functools.partial(nccl.make_exchange, advice, engine.local_rank)
+    engine.context.make_device[nccl.DEVICE] = make
 
 
 session.at_init(_at_init)

@@ -32,7 +32,7 @@ from ringdance.errors import CollectiveError, NotInitializedError, ShutDownError
 from ringdance.jax import _private, ffi
 from ringdance.jax._private import EFFECT
 from ringdance.training import session
-from ringdance.training.elastic import remember
+from ringdance.training.elastic import before_commit, remember
 
 _log = logging.getLogger("ringdance")
 
@@ -166,6 +166,9 @@ def settle() -> None:
         raise
     for start in tuple(_last.values()):
         start().block_until_ready()
+
+
+before_commit(settle)
 
 
 def _finish() -> None:

@@ -79,8 +79,12 @@ class State:
 
     def commit(self) -> None:
         """Save the state. All ranks must call this at the same point."""
-        if session.is_initialized() and session.engine().end.lost_results:
-            raise session.engine().end.error()
+        for wait in _before_commit:
+            wait()
+        if session.is_initialized():  # A failed exchange on a device gives wrong values, but no error.
+            session.engine().await_devices()
+            if session.engine().end.broken is not None:
+                raise session.engine().end.error()
         self.save()
         self._saves += 1
 
@@ -357,6 +361,12 @@ class ElasticIndices:
 
 # The last error of a collective in a compiled function. Kept because frameworks preserve only its message.
 _last: list[BaseException] = []
+_before_commit: list[Callable[[], None]] = []
+
+
+def before_commit(function: Callable[[], None]) -> None:
+    """Register a function that waits until a framework has started the exchanges of its programs."""
+    _before_commit.append(function)
 
 
 def remember(error: BaseException) -> None:

@@ -98,6 +98,8 @@ class Process:
                 _fail(engine, how, f"exited with code {code}", f"ended with exit code {code}")
 
     def _at_exit(self) -> None:
+        if self.engine is not None and self.pid == os.getpid():
+            self.engine.await_devices()
         self._note_failure()
         engine, self.engine = self.engine, None
         if self.pid != os.getpid():

@@ -21,7 +21,7 @@ import os
 import socket
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -40,6 +40,7 @@ REDUCTIONS = (Collective.ALLREDUCE, Collective.REDUCESCATTER)
 
 nccl = Nccl()
 _device: list[int] = []  # GPU of the requests that this rank has submitted, if there are any.
+_ALIGNMENT = 256  # bytes
 _TIMEOUT_S = 600.0  # for an exchange that all ranks have enqueued
 
 
@@ -91,6 +92,11 @@ def buffers_at(
     return tuple(buffers)
 
 
+def forget_device() -> None:
+    """Let this rank use another GPU, because it has joined another job."""
+    _device.clear()
+
+
 def check_device(address: int) -> None:
     """Note this rank's GPU. Raises ArgumentError if it has already exchanged tensors on another GPU."""
     device = nccl.device_of(address)
@@ -125,7 +131,10 @@ class NcclExchange:
         self._exchange, self._device = exchange, device
         nccl.use(device)
         self._stream = nccl.new_stream()
-        self._communicator: Any = nccl.connect(unique_id, exchange.size, exchange.rank)
+        try:
+            self._communicator: Any = nccl.connect(unique_id, exchange.size, exchange.rank)
+        except Exception as error:
+            raise self._failed([], str(error)) from error
         # The event after each batch, its requests (which keep memory alive), and when it was enqueued.
         self._in_flight: deque[tuple[Any, Sequence[Request], float]] = deque()
         self._memory: Any = None  # Used if this rank has joined: the first half is zero.
@@ -154,6 +163,7 @@ class NcclExchange:
 
     def _allocate(self, nbytes: int) -> None:
         """Provide memory for a rank that has joined: zeros to send, and space for the results."""
+        nbytes = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
         if nbytes and (self._memory is None or self._memory.size < 2 * nbytes):
             self._memory = nccl.zeros(2 * nbytes, self._stream)
 
@@ -218,8 +228,11 @@ class NcclExchange:
             self._stream.sync()
             nccl.destroy(communicator)
         else:
-            abort = threading.Thread(target=nccl.abort, args=(communicator,), daemon=True)
-            abort.start()
+            threading.Thread(target=self._abort, args=(communicator,), daemon=True).start()
+
+    def _abort(self, communicator: Any) -> None:
+        nccl.abort(communicator)
+        self._in_flight.clear()  # Until here, NCCL may use the memory of these requests.
 
 
 def _runs(d: Description) -> Iterator[tuple[int, str, int]]:
@@ -252,11 +265,11 @@ def nccl_failure(library: str, where: str, names: str, failure: str) -> str:
     )
 
 
-def make_exchange(local_rank: int, exchange: Exchange, kind: str) -> Steps:
+def make_exchange(advice: str, local_rank: int, exchange: Exchange, kind: str) -> Steps:
     """Create the ``NcclExchange`` of a process set. ``kind`` is always ``DEVICE``."""
     assert exchange.context.on_thread is not None
     device = _device[0] if _device else local_rank % nccl.device_count()
-    yield from check_devices(exchange, nccl.use(device), "Give each rank its own GPU")
+    yield from check_devices(exchange, nccl.use(device), advice)
     own = nccl.unique_id() if exchange.rank == 0 else b""
     unique_id = yield from exchange.broadcast_bytes(own, 0)
     return (yield from exchange.context.on_thread(lambda: NcclExchange(exchange, unique_id, device)))
@@ -266,7 +279,8 @@ def check_devices(exchange: Exchange, uuid: str, advice: str) -> Steps:
     """Raise ArgumentError on all members if several of them use the same GPU."""
     own = json.dumps([socket.gethostname(), uuid]).encode()
     gpus = [tuple(json.loads(item)) for item in (yield from exchange.gather_bytes(own))]
-    shared = [rank for rank, item in enumerate(gpus) if gpus.count(item) > 1]
+    ranks = Counter(gpus)
+    shared = [rank for rank, item in enumerate(gpus) if ranks[item] > 1]
     if shared and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
         raise ArgumentError(
             f"Ranks {', '.join(map(str, shared))} share a GPU with other ranks on host {gpus[shared[0]][0]}. "

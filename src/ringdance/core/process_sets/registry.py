@@ -121,6 +121,11 @@ class ProcessSets:
         """Return the state machines of this rank's sets."""
         return [state for state, _ in self.machines]
 
+    def devices_in_flight(self) -> bool:
+        """Return True if an exchange has been enqueued on a device, but is not complete."""
+        exchanges = [state.exchange for state in self.states()]
+        return any([device.in_flight() for exchange in exchanges for device in exchange.devices.values()])
+
     def next_due(self) -> float | None:
         """Return when the engine thread will next have work (monotonic), or None if nothing is due."""
         soonest: float | None = None

@@ -77,7 +77,10 @@ class Nccl:
         from cuda.bindings import driver
 
         ordinal = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
-        return int(driver.cuPointerGetAttribute(ordinal, address)[1])
+        result, device = driver.cuPointerGetAttribute(ordinal, address)
+        if result:
+            raise RuntimeError(f"The memory at {address:#x} does not belong to a GPU ({result.name}).")
+        return int(device)
 
     def use(self, device: int) -> str:
         """Make a GPU the calling thread's current GPU. Returns its UUID."""
