@@ -191,9 +191,9 @@ def attempt(
             interrupted.wait(_AGAIN_S)
 
     threads = [threading.Thread(target=one, args=(host,), daemon=True) for host in hosts]
-    for thread in threads:
-        thread.start()
     try:
+        for thread in threads:
+            thread.start()
         for thread in threads:
             while thread.is_alive():
                 thread.join(_TOLD_S)
