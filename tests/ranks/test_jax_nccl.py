@@ -216,3 +216,14 @@ def test_a_program_for_cuda_packs_starts_finishes_and_unpacks() -> None:
 
 def test_the_version_of_nccl_is_known() -> None:
     assert hvd.nccl_built() == double.version
+
+
+@several
+def test_ranks_that_share_a_gpu_get_an_error_and_continue(monkeypatch: pytest.MonkeyPatch) -> None:
+    hvd.shutdown()
+    hvd.init()
+    monkeypatch.setattr(double, "use", lambda _: "one GPU")
+    with pytest.raises(ArgumentError, match="share a GPU.*jax_cuda_visible_devices"):
+        total(jnp.ones(2), name="shared")
+    monkeypatch.undo()
+    np.testing.assert_array_equal(total(jnp.ones(2), name="shared"), [SIZE, SIZE])

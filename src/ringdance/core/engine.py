@@ -7,6 +7,7 @@ threads and the engine's own thread step it (see ``progress``). For how it ends,
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -252,9 +253,19 @@ class Engine:
                 raise self.end.error()
         return set_id
 
-    def await_devices(self) -> None:
-        """Wait until all exchanges enqueued on devices are complete, or the engine has failed."""
+    def await_devices(self, seconds: float = math.inf) -> None:
+        """Wait until all exchanges enqueued on devices are complete, or the engine has failed.
+
+        Raises:
+            RankLostError: They are not complete after ``seconds``.
+        """
+        until = time.monotonic() + seconds
         while self.end.broken is None and self.sets.devices_in_flight():
+            if time.monotonic() > until:
+                raise RankLostError(
+                    f"Exchanges on the device of {self.identity} are not complete after {seconds:g} s. Look "
+                    "for ranks that have ended early, or have skipped a call."
+                )
             time.sleep(1e-3)
 
     def group_numbers(self) -> list[int]:

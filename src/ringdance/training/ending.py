@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from ringdance.core.engine import Engine
 from ringdance.core.reports import dump
 from ringdance.core.transport.base import Transport
-from ringdance.errors import UNEVEN_STEPS
+from ringdance.errors import UNEVEN_STEPS, RankLostError
 from ringdance.host import exit_code
 from ringdance.training.rank_monitor import RankMonitor
 
@@ -30,6 +30,7 @@ _log = logging.getLogger("ringdance")
 # Time in seconds for the other ranks to receive the message and raise their own errors. Once this process
 # exits, the MPI launcher kills them.
 _GRACE = 0.5
+_DEVICES_S = 120.0  # for the work that a GPU has queued when the script ends
 
 # JAX adds the prefix "Error dispatching computation: " once for each program that an error passes through.
 _REPEATED = re.compile(r"(\S[^:\n]*: )\1+")
@@ -80,15 +81,23 @@ class Process:
         if exit_code.exit_code():
             self._note_failure()
 
+    def await_devices(self, engine: Engine) -> None:
+        """Wait for exchanges on devices. If one has failed, the script has received wrong results."""
+        try:
+            engine.await_devices(_DEVICES_S)
+            error: Exception | None = engine.end.error() if engine.end.lost_results else None
+        except RankLostError as late:
+            error = late
+        if error is not None:
+            error.add_note("ringdance: this happened after the script had received wrong results.")
+            self.unseen = engine, error
+
     def _note_failure(self) -> None:
         """Report (once) this rank's failure: an error that was never raised, or a nonzero exit code."""
-        text = "this happened in a compiled program, whose results were never read."
-        if (engine := self.engine) is not None and engine.end.lost_results and engine.end.broken is not None:
-            self.unseen = engine, engine.end.broken
-            text = "this happened after the script had received results, which are therefore wrong."
         if self.unseen is not None and self.pid == os.getpid() and not self.failed:
             self.engine, error = self.unseen
-            error.add_note(f"ringdance: {text}")
+            if not hasattr(error, "__notes__"):
+                error.add_note("ringdance: this happened in a compiled program, whose results were never read.")
             sys.excepthook(type(error), error.with_traceback(None), None)
         code = 0 if self.failed or self.pid != os.getpid() else exit_code.exit_code()
         if code:
@@ -99,7 +108,7 @@ class Process:
 
     def _at_exit(self) -> None:
         if self.engine is not None and self.pid == os.getpid():
-            self.engine.await_devices()
+            self.await_devices(self.engine)
         self._note_failure()
         engine, self.engine = self.engine, None
         if self.pid != os.getpid():

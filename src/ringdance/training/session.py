@@ -221,9 +221,7 @@ def _leave() -> Engine | None:
             _process.tuner.restore()
         leaving, _process.engine = _process.engine, None
     if leaving is not None:
-        leaving.await_devices()
-        if leaving.end.lost_results:
-            _process.unseen = leaving, leaving.end.error()
+        _process.await_devices(leaving)
         _process.clean &= leaving.shutdown()
     return leaving
 

@@ -24,7 +24,6 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -216,16 +215,15 @@ class NcclExchange:
 
     def in_flight(self) -> bool:
         """Return True if an exchange has been enqueued, but is not complete."""
-        return any([incomplete(partial(getattr, event, "is_done")) for event, *_ in self._in_flight])
+        return unfinished(self._in_flight, lambda event: event.is_done)
 
     def close(self, agreed: bool) -> None:
-        """Free the communicator. Unless ``agreed``, abort it in a thread, because this can take a while."""
+        """Free the communicator. Unless ``agreed`` and idle, abort it in a thread, because this takes a while."""
         communicator, self._communicator = self._communicator, None
         if communicator is None:
             return
-        if agreed:
+        if agreed and not self.in_flight():
             nccl.use(self._device)
-            self._stream.sync()
             nccl.destroy(communicator)
         else:
             threading.Thread(target=self._abort, args=(communicator,), daemon=True).start()
@@ -242,10 +240,15 @@ def _runs(d: Description) -> Iterator[tuple[int, str, int]]:
         yield d.dtypes.index(dtype), dtype, sum(map(math.prod, shapes)) * dtype_named(dtype).itemsize
 
 
-def incomplete(occurred: Callable[[], bool]) -> bool:
-    """Return True if an event has not occurred, or cannot occur because the device has failed."""
+def unfinished(batches: deque[Any], occurred: Callable[[Any], bool]) -> bool:
+    """Return True if the event of the last batch has not occurred, or cannot, because the device has failed.
+
+    Batches end in order, so the last one is enough. Any thread may call this: it does not iterate.
+    """
     try:
-        return not occurred()
+        return not occurred(batches[-1][0])
+    except IndexError:
+        return False
     except Exception:
         return True
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ringdance.core.exchange.base import Context, Steps
 from ringdance.core.exchange.chunks import even_rows
-from ringdance.core.exchange.nccl import incomplete, nccl_failure
+from ringdance.core.exchange.nccl import nccl_failure, unfinished
 from ringdance.core.request import Collective, Description, DeviceResults, ReduceOp, Request
 from ringdance.errors import RankLostError, ShutDownError
 from ringdance.torch._private import renamed
@@ -294,7 +294,7 @@ class TorchExchange:
 
     def in_flight(self) -> bool:
         """Return True if an exchange has been enqueued, but is not complete."""
-        return any([incomplete(event.query) for event, _ in self._under_way])
+        return unfinished(self._under_way, lambda event: event.query())
 
     def close(self, agreed: bool) -> None:
         """Free the communicator. Unless all ranks ``agreed`` to this, abort it in a background thread."""
