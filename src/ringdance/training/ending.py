@@ -97,7 +97,7 @@ class Process:
         if self.unseen is not None and self.pid == os.getpid() and not self.failed:
             self.engine, error = self.unseen
             if not hasattr(error, "__notes__"):
-                error.add_note("ringdance: this happened in a compiled program, whose results were never read.")
+                error.add_note("ringdance: this happened in a compiled program whose results were not read.")
             sys.excepthook(type(error), error.with_traceback(None), None)
         code = 0 if self.failed or self.pid != os.getpid() else exit_code.exit_code()
         if code:

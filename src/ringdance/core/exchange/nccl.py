@@ -218,7 +218,7 @@ class NcclExchange:
         return unfinished(self._in_flight, lambda event: event.is_done)
 
     def close(self, agreed: bool) -> None:
-        """Free the communicator. Unless ``agreed`` and idle, abort it in a thread, because this takes a while."""
+        """Free the communicator. Unless ``agreed`` and idle, abort it in a thread, which can take a while."""
         communicator, self._communicator = self._communicator, None
         if communicator is None:
             return
