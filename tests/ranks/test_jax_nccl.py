@@ -223,7 +223,7 @@ def test_ranks_that_share_a_gpu_get_an_error_and_continue(monkeypatch: pytest.Mo
     hvd.shutdown()
     hvd.init()
     monkeypatch.setattr(double, "use", lambda _: "one GPU")
-    with pytest.raises(ArgumentError, match="share a GPU.*jax_cuda_visible_devices"):
+    with pytest.raises(ArgumentError, match=r"share a GPU.*jax_cuda_visible_devices"):
         total(jnp.ones(2), name="shared")
     monkeypatch.undo()
     np.testing.assert_array_equal(total(jnp.ones(2), name="shared"), [SIZE, SIZE])
